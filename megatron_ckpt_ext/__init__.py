@@ -1,0 +1,45 @@
+"""Asynchronous Megatron checkpoints without object gathers.
+
+This module owns the public names. Each is imported when it is first asked for, so that
+`import megatron_ckpt_ext` and the offline commands need neither torch nor Megatron.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from megatron_ckpt_ext.commit.finalize import save_state_dict_async_finalize
+    from megatron_ckpt_ext.integrations.megatron_lm import install
+    from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+    from megatron_ckpt_ext.plan.async_plan import save_state_dict_async_plan
+    from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PreparedMetadata",
+    "PreparedSaveStrategy",
+    "install",
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
+]
+
+_HOMES: Final = {
+    "PreparedMetadata": "metadata.prepared",
+    "PreparedSaveStrategy": "strategy.torch_dist",
+    "install": "integrations.megatron_lm",
+    "save_state_dict_async_finalize": "commit.finalize",
+    "save_state_dict_async_plan": "plan.async_plan",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every misspelt name for a public one
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
