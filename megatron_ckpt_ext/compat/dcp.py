@@ -1,0 +1,60 @@
+"""Names of torch.distributed.checkpoint that are private or moved between releases.
+
+Read in torch 2.14.1. ``tests/test_compat.py`` notices when one of them moves.
+"""
+
+from torch.distributed.checkpoint.api import _is_wrapped_exception
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.serialization import _get_layout
+
+__all__ = [
+    "METADATA_FILE",
+    "METADATA_GLOBALS",
+    "PLAN_GLOBALS",
+    "DistWrapper",
+    "StorageInfo",
+    "StoragePrefix",
+    "is_wrapped_exception",
+]
+
+DistWrapper = _DistWrapper
+StorageInfo = _StorageInfo
+StoragePrefix = _StoragePrefix
+is_wrapped_exception = _is_wrapped_exception
+
+METADATA_FILE = ".metadata"
+"""File name of a checkpoint's metadata, its completeness marker (``torch...filesystem._metadata_fn``)."""
+
+METADATA_GLOBALS: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch.serialization", _get_layout.__name__),
+        ("torch.distributed.checkpoint.filesystem", _StorageInfo.__name__),
+        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", _MEM_FORMAT_ENCODING.__name__),
+        ("collections", "OrderedDict"),
+    }
+)
+"""What a pickled ``Metadata`` refers to, dtypes apart."""
+
+PLAN_GLOBALS: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("torch.distributed.checkpoint.filesystem", _StoragePrefix.__name__),
+        ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+        ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+        ("torch.distributed.checkpoint.planner", "WriteItem"),
+        ("torch.distributed.checkpoint.planner", "WriteItemType"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+"""What NVRx (``all_local_plans``) and torch's own writer (a path as checkpoint id) add to it."""

@@ -1,0 +1,1 @@
+"""Prepared metadata: the file, its slices, its fingerprint, and layout comparison. No collectives anywhere."""

@@ -1,0 +1,72 @@
+"""Describing items by what decides their bytes and their place in a ``Metadata``: dtype and shapes.
+
+The same text comes from a ``Metadata`` and from the state dict of a save, so both can be compared item by item.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_ckpt_ext.errors import PreparedFileError
+from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator, owner_of
+
+__all__ = ["OBJECT", "describe_metadata", "describe_tensor", "item_of", "locators_of", "merge_descriptions"]
+
+OBJECT = "object"
+"""The description of every non-tensor item: its length may move with its content."""
+
+
+def describe_tensor(dtype: torch.dtype, sizes: Sequence[int], global_sizes: Sequence[int]) -> str:
+    """Describe one shard: dtype, shape of the shard and of the whole tensor, in elements."""
+    return f"{str(dtype).removeprefix('torch.')} {_shape(sizes)} of {_shape(global_sizes)}"
+
+
+def merge_descriptions(pairs: Iterable[tuple[Item, str]]) -> dict[Item, str]:
+    """Collect descriptions; an item that occurs more than once (an empty shard beside a full one) keeps all."""
+    merged: dict[Item, str] = {}
+    for item, text in pairs:
+        merged[item] = text if item not in merged else " + ".join(sorted([*merged[item].split(" + "), text]))
+    return merged
+
+
+def describe_metadata(metadata: Metadata) -> dict[Item, str]:
+    """Describe every item of a checkpoint, whoever wrote it. Cost: all items of the job."""
+    return merge_descriptions(
+        pair for fqn, entry in metadata.state_dict_metadata.items() for pair in _describe_entry(fqn, entry)
+    )
+
+
+def item_of(index: MetadataIndex) -> Item:
+    """Return the name of a torch ``MetadataIndex``."""
+    return Item(index.fqn, None if index.offset is None else tuple(index.offset))
+
+
+def locators_of(metadata: Metadata, rank: int) -> dict[Item, Locator]:
+    """Return what a checkpoint's metadata places in the files of one rank.
+
+    Raises:
+        PreparedFileError: a path of any rank leaves the checkpoint directory, or tells no rank; nobody's guard would
+            ever look at what lies there.
+    """
+    located = {
+        item_of(index): checked_locator(info.relative_path, info.offset, info.length)
+        for index, info in metadata.storage_data.items()
+    }
+    owners = {path: owner_of(path) for path in {locator.path for locator in located.values()}}
+    if nobodys := [path for path, owner in owners.items() if owner is None]:
+        raise PreparedFileError(f"the file name {min(nobodys)!r} does not tell which rank writes it")
+    return {item: locator for item, locator in located.items() if owners[locator.path] == rank}
+
+
+def _describe_entry(fqn: str, entry: object) -> Iterable[tuple[Item, str]]:
+    if not isinstance(entry, TensorStorageMetadata):
+        return ((Item(fqn, None), OBJECT),)
+    return (
+        (Item(fqn, tuple(chunk.offsets)), describe_tensor(entry.properties.dtype, chunk.sizes, entry.size))
+        for chunk in entry.chunks
+    )
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "x".join(str(size) for size in sizes) or "scalar"

@@ -1,0 +1,127 @@
+"""``save_state_dict_async_plan``: the first of the three parts of an asynchronous save.
+
+Same place in the flow and same parameters as NVRx's function of that name (plan, then write in the background,
+then ``save_state_dict_async_finalize``), plus ``reuse_metadata_obj``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from megatron_ckpt_ext.compat.dcp import DistWrapper
+from megatron_ckpt_ext.errors import ConfigurationError
+from megatron_ckpt_ext.metadata.guard import Drift
+from megatron_ckpt_ext.metadata.layout import Item
+from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+from megatron_ckpt_ext.plan.held import held_in_plan
+from megatron_ckpt_ext.plan.padding import pad_non_tensor_items
+
+__all__ = ["PlanResult", "PlannedSave", "save_state_dict_async_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSave:
+    """What planning found out, for ``save_state_dict_async_finalize``."""
+
+    metadata: Metadata | None
+    """The new layout without locators; on the coordinator of a save that was planned together."""
+    held: Mapping[Item, str]
+    """Everything this rank holds."""
+    prepared: PreparedMetadata | None
+    """The layout that this save follows; ``None`` if it was planned together."""
+    drift: Drift | None
+    """First difference between what this rank holds and the prepared metadata."""
+
+
+class PlanResult(NamedTuple):
+    """Arguments of ``save_state_dict_async_finalize``, in order."""
+
+    storage_writer: Any
+    """The writer that was passed in, ready to write."""
+    global_metadata: PlannedSave
+    """In the place of NVRx's metadata."""
+    dist_wrapper: Any
+    """torch's ``_DistWrapper`` of the save."""
+
+
+def save_state_dict_async_plan(
+    state_dict: dict[str, Any],
+    storage_writer: Any,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    planner: SavePlanner | None = None,
+    *,
+    reuse_metadata_obj: PreparedMetadata | Metadata | None = None,
+    held_items: Mapping[Item, str] | None = None,
+) -> PlanResult:
+    """Plan a save and resolve its data.
+
+    Called on all ranks. Without ``reuse_metadata_obj`` one gather_object of the local plans; with it no
+    collectives at all: a rank that does not match its slice plans as usual, and reports drift when the save is
+    finalized.
+
+    Args:
+        state_dict: torch DCP state dict of this rank, flat.
+        storage_writer: NVRx ``FileSystemWriterAsync`` of this checkpoint.
+        process_group: ranks of the save; ``None`` is the default group.
+        coordinator_rank: rank in the group that publishes.
+        planner: a planner that can plan locally (``can_run_decentralized_global_plan``).
+        reuse_metadata_obj: the layout to follow; a plain ``Metadata`` must be complete.
+        held_items: everything this rank holds, written or not; by default what the local plan writes.
+
+    Returns:
+        The positional arguments of ``save_state_dict_async_finalize``.
+
+    Raises:
+        ConfigurationError: planner or writer cannot plan locally.
+    """
+    if not (_plans_locally(planner) and _plans_locally(storage_writer)):
+        raise ConfigurationError(
+            f"{type(planner).__name__} with {type(storage_writer).__name__} cannot plan without a scatter: pass a "
+            "planner and a writer whose can_run_decentralized_global_plan is true"
+        )
+    wrapper = DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
+    local_plan = _local_plan(state_dict, storage_writer, planner, is_coordinator=wrapper.is_coordinator)
+    held = held_in_plan(local_plan) if held_items is None else held_items
+    prepared = _as_prepared(reuse_metadata_obj, wrapper)
+    metadata = _plan_together(local_plan, planner, wrapper) if prepared is None else None
+    _resolve_data(local_plan, storage_writer, planner)
+    pad_non_tensor_items(storage_writer, prepared)
+    drift = None if prepared is None else prepared.held_drift(held)
+    planned = PlannedSave(metadata=metadata, held=held, prepared=prepared, drift=drift)
+    return PlanResult(storage_writer, planned, wrapper)
+
+
+def _plans_locally(part: Any) -> bool:
+    return bool(getattr(part, "can_run_decentralized_global_plan", False))
+
+
+def _as_prepared(reuse: PreparedMetadata | Metadata | None, wrapper: Any) -> PreparedMetadata | None:
+    if reuse is None or isinstance(reuse, PreparedMetadata):
+        return reuse
+    return PreparedMetadata.from_metadata(reuse, wrapper.rank, coordinator=wrapper.coordinator_rank)
+
+
+def _local_plan(state_dict: dict[str, Any], storage_writer: Any, planner: Any, *, is_coordinator: bool) -> SavePlan:
+    planner.set_up_planner(state_dict, is_coordinator=is_coordinator)
+    storage_writer.set_up_storage_writer(is_coordinator)
+    plan: SavePlan = storage_writer.prepare_local_plan(planner.create_local_plan())
+    return plan
+
+
+def _plan_together(local_plan: SavePlan, planner: Any, wrapper: Any) -> Metadata | None:
+    all_plans = wrapper.gather_object(local_plan)
+    if all_plans is None:
+        return None
+    _, metadata = planner.create_global_plan(all_plans)
+    return metadata  # type: ignore[no-any-return]
+
+
+def _resolve_data(local_plan: SavePlan, storage_writer: Any, planner: Any) -> None:
+    plan = planner.create_decentralized_global_plan(local_plan)
+    plan = storage_writer.prepare_decentralized_global_plan(plan)
+    storage_writer.prepare_write_data(planner.finish_plan(plan), planner)

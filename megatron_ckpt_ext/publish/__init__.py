@@ -1,0 +1,1 @@
+"""Making things appear whole or not at all."""

@@ -1,0 +1,1 @@
+"""The save strategies that Megatron calls."""
