@@ -1,0 +1,83 @@
+"""The settings of the package for one job, checked as a whole when they are made."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_ckpt_ext.errors import ConfigurationError
+
+__all__ = ["CkptExtConfig"]
+
+_FORMATS = ("torch_dist",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptExtConfig:
+    """What a job asked for. Equal on all ranks.
+
+    Raises:
+        ConfigurationError: flags that cannot work together; it names the flag at fault and the remedy.
+    """
+
+    ckpt_metadata: str | None = None
+    """Path of the prepared metadata."""
+    ckpt_metadata_create: bool = False
+    """Whether to make it unless one that fits is there."""
+    ckpt_events: str | None = None
+    """Path of the events file, without the rank."""
+    async_save: bool = False
+    """Whether saves are written in the background."""
+    use_persistent_ckpt_worker: bool = True
+    """Whether one writer process lives as long as the job; Megatron clears ``async_save`` without it."""
+    async_strategy: str = "nvrx"
+    """Whose asynchronous machinery writes: ``"nvrx"`` or ``"mcore"``."""
+    ckpt_format: str = "torch_dist"
+    """Megatron's checkpoint format."""
+    save: str | None = None
+    """Directory of the checkpoints."""
+    enable_msc: bool = False
+    """Whether paths go through the multi-storage client."""
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "CkptExtConfig":
+        """Read the settings of a parsed command line; what a plain parser lacks keeps its default.
+
+        Read it before Megatron's ``validate_args``, which changes ``async_save`` and ``async_strategy``.
+        """
+        known = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
+        return cls(**known)
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        if self.ckpt_metadata is None:
+            if self.ckpt_metadata_create:
+                raise ConfigurationError(
+                    "--ckpt-metadata-create was given without --ckpt-metadata: add --ckpt-metadata FILE, "
+                    "the file to make"
+                )
+            return
+        problem = self._problem()
+        if problem is not None:
+            raise ConfigurationError(f"--ckpt-metadata {self.ckpt_metadata} was given {problem}")
+
+    def _problem(self) -> str | None:
+        if not self.ckpt_metadata:
+            return "an empty file name: name the prepared metadata file"
+        if not self.async_save:
+            return "without --async-save: add --async-save, only asynchronous saves reuse metadata"
+        if not self.use_persistent_ckpt_worker:
+            return (
+                "with --async-save but without --use-persistent-ckpt-worker: add --use-persistent-ckpt-worker, "
+                "Megatron saves synchronously without it"
+            )
+        if self.async_strategy != "nvrx":
+            return (
+                f"with --async-strategy {self.async_strategy}: remove it or say nvrx, "
+                "whose writer is the only one that is supported"
+            )
+        if self.ckpt_format not in _FORMATS:
+            return f"with --ckpt-format {self.ckpt_format}: use {' or '.join(_FORMATS)}, or leave --ckpt-metadata out"
+        if not self.save:
+            return "without --save: add --save DIRECTORY, or leave --ckpt-metadata out"
+        if self.enable_msc:
+            return "with --enable-msc: leave one of them out, remote storage is not supported yet"
+        return None

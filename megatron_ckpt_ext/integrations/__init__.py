@@ -1,0 +1,1 @@
+"""Hooking the package into training frameworks without editing them."""

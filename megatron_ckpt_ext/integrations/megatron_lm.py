@@ -1,0 +1,178 @@
+"""``install``: put the package into the Megatron-LM that is importable, without editing it.
+
+Megatron looks the replaced names up in its own modules at call time, so whoever runs the training loop afterwards,
+``pretrain_gpt.py`` or another script, gets the extension.
+"""
+
+import atexit
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from megatron_ckpt_ext.arguments.flags import add_ckpt_ext_args
+from megatron_ckpt_ext.compat.megatron_training import unsupported_reason
+from megatron_ckpt_ext.config import CkptExtConfig
+from megatron_ckpt_ext.integrations.session import MegatronSession
+from megatron_ckpt_ext.replacements import Replacement, Replacements
+
+__all__ = ["Installation", "install"]
+
+logger = logging.getLogger(__name__)
+
+_MARK = "megatron_ckpt_ext_installation"
+
+
+class Installation:
+    """What ``install`` did. Owns the replaced names and the session of the job.
+
+    Attributes:
+        unsupported: why only the flags were installed and saves are stock; ``None`` if everything was.
+        hooks: the names that were replaced.
+        session: the package in the running job; ``None`` before Megatron is initialised.
+    """
+
+    def __init__(self) -> None:
+        """Replace the names of the importable Megatron."""
+        self.unsupported = unsupported_reason()
+        self.session: MegatronSession | None = None
+        self._config = CkptExtConfig()
+        self._replacements = Replacements()
+        hooks = list(self._flag_hooks() if self.unsupported else self._all_hooks())
+        self.hooks = tuple(f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in hooks)
+        self._replacements.apply(hooks)
+
+    def close(self) -> None:
+        """Put every name back and end the session. Safe to call twice."""
+        self._replacements.__exit__()
+        if self.session is not None:
+            self.session.close()
+
+    def check(self, args: Namespace) -> None:
+        """Read the settings of a parsed command line. No collectives.
+
+        Raises:
+            ConfigurationError: flags that cannot work together.
+        """
+        self._config = CkptExtConfig.from_args(args)
+
+    def _flag_hooks(self) -> Iterator[Replacement]:
+        from megatron.training import arguments
+
+        stock = arguments.add_megatron_arguments
+
+        @wraps(stock)
+        def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+            return add_ckpt_ext_args(stock(parser))
+
+        setattr(add_megatron_arguments, _MARK, self)
+        yield arguments, "add_megatron_arguments", add_megatron_arguments
+
+    def _all_hooks(self) -> Iterator[Replacement]:
+        from megatron.training import arguments, checkpointing, training
+
+        yield from self._flag_hooks()
+        yield arguments, "validate_args", self._checking(arguments.validate_args)
+        yield training, "initialize_megatron", self._starting(training.initialize_megatron)
+        yield checkpointing, "TorchDistSaveShardedStrategy", self._strategy
+        yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
+        observed = self._saving(checkpointing.save_checkpoint)
+        yield checkpointing, "save_checkpoint", observed
+        yield training, "save_checkpoint", observed
+        yield training, "maybe_finalize_async_save", self._finalizing(training.maybe_finalize_async_save)
+
+    def _checking(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
+            # Before Megatron's own validation: that clears async_save where the persistent worker is missing.
+            self.check(args)
+            return stock(args, *rest, **options)
+
+        return validate_args
+
+    def _starting(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def initialize_megatron(*args: Any, **options: Any) -> Any:
+            from megatron.training import get_args
+
+            result = stock(*args, **options)
+            self.session = MegatronSession(get_args(), self._config)
+            atexit.register(self.session.close)
+            return result
+
+        return initialize_megatron
+
+    def _strategy(self, *args: Any, **options: Any) -> Any:
+        from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
+
+        build = TorchDistSaveShardedStrategy if self.session is None else self.session.strategy
+        return build(*args, **options)
+
+    def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def save_checkpoint(iteration: int, *args: Any, **options: Any) -> Any:
+            session = self.session
+            if session is None or session.observer is None:
+                return stock(iteration, *args, **options)
+            return session.observer.saving(
+                iteration, lambda: stock(iteration, *args, **options), reason=session.reason
+            )
+
+        return save_checkpoint
+
+    def _scheduling(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def schedule_async_save(*args: Any, **options: Any) -> Any:
+            observer = None if self.session is None else self.session.observer
+            if observer is None:
+                return stock(*args, **options)
+            return observer.scheduling(lambda: stock(*args, **options))
+
+        return schedule_async_save
+
+    def _finalizing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        from megatron.training import async_utils
+
+        @wraps(stock)
+        def maybe_finalize_async_save(*args: Any, **options: Any) -> Any:
+            session = self.session
+            if session is None or session.observer is None:
+                return stock(*args, **options)
+            items, size = session.written
+            return session.observer.finalizing(
+                lambda: stock(*args, **options),
+                lambda: not async_utils.is_empty_async_queue(),
+                items=items,
+                size=size,
+            )
+
+        return maybe_finalize_async_save
+
+
+def install(args: Namespace | None = None) -> Installation:
+    """Install the package into the Megatron that is importable now. Idempotent; no collectives.
+
+    Call it before Megatron parses its arguments; ``megatron-ckpt run`` does it for a script that does not. Versions
+    that are not supported get the flags and run stock, with one warning.
+
+    Args:
+        args: arguments that were parsed already, to check at once.
+
+    Returns:
+        What was installed; the same object on a second call.
+
+    Raises:
+        ConfigurationError: ``args`` cannot work together.
+    """
+    from megatron.training import arguments
+
+    installation: Installation | None = getattr(arguments.add_megatron_arguments, _MARK, None)
+    if installation is None:
+        installation = Installation()
+        if installation.unsupported and os.environ.get("RANK", "0") == "0":
+            logger.warning("megatron-ckpt-ext: saves are stock: %s.", installation.unsupported)
+    if args is not None:
+        installation.check(args)
+    return installation

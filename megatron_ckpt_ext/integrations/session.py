@@ -1,0 +1,94 @@
+"""Everything that outlives one save in a Megatron job, with one owner."""
+
+import logging
+import sys
+from argparse import Namespace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
+from megatron_ckpt_ext.compat.megatron_training import fingerprint_of
+from megatron_ckpt_ext.config import CkptExtConfig
+from megatron_ckpt_ext.integrations.observer import SaveObserver
+from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
+from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
+
+__all__ = ["MegatronSession"]
+
+logger = logging.getLogger(__name__)
+
+_GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+class MegatronSession:
+    """The package in one Megatron job, from the start of training to ``close``.
+
+    Attributes:
+        action: what the job does with prepared metadata.
+        observer: records events; ``None`` without ``--ckpt-events``.
+    """
+
+    def __init__(self, args: Namespace, config: CkptExtConfig) -> None:
+        """Decide with all ranks what this job does.
+
+        Called on all ranks, after Megatron has initialised torch.distributed: one MIN all_reduce, and one new gloo
+        group where prepared metadata is used.
+
+        Raises:
+            ConfigurationError: on every rank, with the same sentence.
+        """
+        self._config = config
+        self._fingerprint = fingerprint_of(args)
+        self._strategy: PreparedSaveStrategy | None = None
+        found = examine(config, self._fingerprint, dist.get_rank(), dist.get_world_size())
+        self._finding = agree_on_start(found, config)
+        self.action = self._finding.action
+        self.observer = SaveObserver(config.ckpt_events, dist.get_rank()) if config.ckpt_events else None
+        # A CPU group of our own: nothing synchronises the GPU, and nobody else's collectives come in between.
+        own_group = self.action is not Action.NOTHING and args.use_gloo_process_groups
+        self._group: Any = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if own_group else None
+        if self.action is not Action.NOTHING:
+            self._announce(self._finding)
+
+    def strategy(self, *args: Any, **kwargs: Any) -> TorchDistSaveShardedStrategy:
+        """Build the save strategy where Megatron builds its own, with the same arguments. No collectives."""
+        if self.action is Action.NOTHING:
+            return TorchDistSaveShardedStrategy(*args, **kwargs)
+        self._strategy = PreparedSaveStrategy(
+            *args,
+            prepared_metadata=self._finding.prepared if self.action is Action.REUSE else None,
+            ckpt_metadata_create_path=self._config.ckpt_metadata if self.action is Action.CREATE else None,
+            fingerprint=self._fingerprint,
+            process_group=self._group,
+            **kwargs,
+        )
+        return self._strategy
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Items and bytes that this rank writes in each save, as far as known."""
+        prepared = None if self._strategy is None else self._strategy.prepared
+        if prepared is None:
+            return 0, 0
+        locators = prepared.slice.locators
+        return len(locators), sum(locator.length for locator in locators.values())
+
+    @property
+    def reason(self) -> str | None:
+        """Why the next save is planned together, where prepared metadata was asked for; else ``None``."""
+        pending = self._strategy is None or self._strategy.prepared is None
+        return self._finding.reason if self.action is Action.CREATE and pending else None
+
+    def close(self) -> None:
+        """Close the events file and stop counting. Safe to call twice; the process group ends with the job."""
+        if self.observer is not None:
+            self.observer.close()
+
+    def _announce(self, finding: Finding) -> None:
+        if dist.get_rank() != 0:
+            return
+        for warning in finding.warnings:
+            logger.warning("%s", warning)
+        print(f"megatron-ckpt: {finding.reason}.", file=sys.stderr, flush=True)
