@@ -1,0 +1,151 @@
+"""``make demo``: what the extension does, on two CPU ranks of Megatron's own training loop.
+
+Job 1 saves as Megatron does, job 2 makes the prepared metadata, job 3 resumes from job 2 and reuses it. Then the checks
+that a user would ask for. Exit code 1 if any of them is false.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from compare import differences_from_dcp, differences_of_dumps  # noqa: E402  (needs the path set above)
+from jobs import Job, run_job, save_costs  # noqa: E402
+
+STEPS, MIDDLE, INTERVAL = 12, 6, 2
+COMMON = ("--train-iters", str(STEPS), "--save-interval", str(INTERVAL), "--ckpt-assume-constant-structure")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One claim of the demo and whether it held."""
+
+    claim: str
+    """What should be true."""
+    holds: bool
+    """Whether it was."""
+    found: str
+    """What was found."""
+
+
+def run_jobs(output: Path, say: Callable[[str], None]) -> dict[str, Job]:
+    """Run every job, one after the other; later ones start from the checkpoints of earlier ones."""
+    prepared = str(output / "prepared.metadata")
+    ours, stock, scratch = (str(output / name) for name in ("ours", "stock", "scratch"))
+
+    def job(name: str, text: str, *arguments: str, load: str, save: str, plain: bool = False) -> Job:
+        say(text)
+        events = () if plain else ("--ckpt-events", str(output / name / "events"))
+        return run_job(
+            name, (*COMMON, "--load", load, "--save", save, *events, *arguments), output=output, stock=plain
+        )
+
+    jobs = {
+        "stock": job("stock", f"job 1: stock, {STEPS} iterations without a stop", load=stock, save=stock),
+        "create": job(
+            *("create", f"job 2: creates the prepared metadata, stops at {MIDDLE}", "--exit-interval", str(MIDDLE)),
+            *("--ckpt-metadata", prepared, "--ckpt-metadata-create"),
+            load=ours,
+            save=ours,
+        ),
+    }
+    shutil.copytree(ours, scratch)
+    jobs["reuse"] = job(
+        *("reuse", f"job 3: resumes at {MIDDLE} and reuses it", "--ckpt-metadata", prepared), load=ours, save=ours
+    )
+    jobs["control"] = job(
+        *("control", "control: resumes without optimizer state", "--no-load-optim", "--no-save-optim"),
+        load=scratch,
+        save=str(output / "unused"),
+        plain=True,
+    )
+    jobs["reader"] = job(
+        *("reader", "reader: stock Megatron loads the last checkpoint of job 3", "--save-interval", "1000"),
+        load=ours,
+        save=str(output / "read back"),
+        plain=True,
+    )
+    return jobs
+
+
+def checks(jobs: dict[str, Job], output: Path) -> Iterator[Check]:
+    """Look at everything that the demo claims."""
+    reference, reuse, control = (jobs[name].losses for name in ("stock", "reuse", "control"))
+    resumed = range(MIDDLE + 1, STEPS + 1)
+    wrong = [step for step in resumed if reuse.get(step) != reference[step]]
+    yield Check(
+        claim="job 3's losses equal the uninterrupted job's, exactly",
+        holds=not wrong,
+        found=f"{len(resumed) - len(wrong)} of {len(resumed)} equal",
+    )
+    same = [step for step in resumed if control.get(step) == reference[step]]
+    yield Check(
+        claim="a resume without optimizer state is told apart",
+        holds=len(same) < len(resumed) and control.keys() >= set(resumed),
+        found=f"{len(resumed) - len(same)} of {len(resumed)} losses differ",
+    )
+    compared, different = differences_of_dumps(jobs["reuse"].dump, jobs["reader"].dump, STEPS)
+    yield _content("stock Megatron reads job 3's last checkpoint back bit for bit", compared, different)
+    for step in range(MIDDLE + INTERVAL, STEPS + 1, INTERVAL):
+        compared, different = differences_from_dcp(output / "ours" / f"iter_{step:07d}", jobs["reuse"].dump, step)
+        yield _content(f"plain torch.distributed.checkpoint reads step {step} back bit for bit", compared, different)
+    steady = [cost for cost in save_costs(jobs["reuse"]) if cost.step > MIDDLE + INTERVAL]
+    objects = sum(cost.collectives.objects for cost in steady)
+    yield Check(
+        claim="job 3's steady saves have no object collectives",
+        holds=objects == 0 and len(steady) == (STEPS - MIDDLE) // INTERVAL - 1,
+        found=f"{objects} in {len(steady)} saves",
+    )
+
+
+def cost_table(jobs: dict[str, Job]) -> Table:
+    """Build the table of what each save cost."""
+    table = Table(title="What each save cost the training thread")
+    for column in ("job", "step", "object collectives", "other collectives", "blocking ms"):
+        table.add_column(column, justify="left" if column == "job" else "right")
+    for name in ("stock", "create", "reuse"):
+        for cost in save_costs(jobs[name]):
+            sums = cost.collectives
+            table.add_row(name, str(cost.step), str(sums.objects), str(sums.others), f"{cost.blocking_ms:.0f}")
+        table.add_section()
+    return table
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoints, logs and events here")
+    options = parser.parse_args()
+    console = Console()
+    output = options.keep or Path(tempfile.mkdtemp(prefix="megatron-ckpt-demo-"))
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        jobs = run_jobs(output, console.print)
+        console.print(cost_table(jobs))
+        results = list(checks(jobs, output))
+    finally:
+        if options.keep is None:
+            shutil.rmtree(output, ignore_errors=True)
+    for check in results:
+        mark = "[green]yes[/green]" if check.holds else "[bold red]NO[/bold red]"
+        console.print(f"{mark}  {check.claim}: {check.found}", highlight=False)
+    return 0 if all(check.holds for check in results) else 1
+
+
+def _content(claim: str, compared: int, different: list[str]) -> Check:
+    found = (
+        f"{compared} items compared" if not different else f"{len(different)} of {compared} differ: {different[:3]}"
+    )
+    return Check(claim=claim, holds=compared > 0 and not different, found=found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
