@@ -44,9 +44,7 @@ def run_jobs(output: Path, say: Callable[[str], None]) -> dict[str, Job]:
     def job(name: str, text: str, *arguments: str, load: str, save: str, plain: bool = False) -> Job:
         say(text)
         events = () if plain else ("--ckpt-events", str(output / name / "events"))
-        return run_job(
-            name, (*COMMON, "--load", load, "--save", save, *events, *arguments), output=output, stock=plain
-        )
+        return run_job(name, (*COMMON, "--load", load, "--save", save, *events, *arguments), output=output, stock=plain)
 
     jobs = {
         "stock": job("stock", f"job 1: stock, {STEPS} iterations without a stop", load=stock, save=stock),
@@ -141,9 +139,7 @@ def main() -> int:
 
 
 def _content(claim: str, compared: int, different: list[str]) -> Check:
-    found = (
-        f"{compared} items compared" if not different else f"{len(different)} of {compared} differ: {different[:3]}"
-    )
+    found = f"{compared} items compared" if not different else f"{len(different)} of {compared} differ: {different[:3]}"
     return Check(claim=claim, holds=compared > 0 and not different, found=found)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from megatron_ckpt_ext.collectives import CollectiveSums
 from megatron_ckpt_ext.events import Event, Phase, read_events
 
-__all__ = ["Job", "JobFailed", "SaveCost", "run_job", "save_costs"]
+__all__ = ["Job", "JobFailedError", "SaveCost", "run_job", "save_costs"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class JobFailed(Exception):
+class JobFailedError(Exception):
     """A job that ended with another exit code than 0."""
 
 
@@ -72,7 +72,7 @@ def run_job(
         timeout: in seconds.
 
     Raises:
-        JobFailed: with the end of the log.
+        JobFailedError: with the end of the log.
     """
     folder = output / name
     folder.mkdir()
@@ -95,7 +95,7 @@ def run_job(
         ).returncode
     if code != 0:
         end = log.read_text(errors="replace")[-4000:]
-        raise JobFailed(f"job {name} ended with exit code {code}; the end of its log:\n{end}")
+        raise JobFailedError(f"job {name} ended with exit code {code}; the end of its log:\n{end}")
     return Job(name=name, folder=folder)
 
 
@@ -105,9 +105,7 @@ def save_costs(job: Job) -> list[SaveCost]:
     costs = []
     for step in sorted({event.step for event in blocking}):
         ours = [event for event in blocking if event.step == step]
-        seconds = {
-            rank: sum(event.seconds for event in ours if event.rank == rank) for rank in {e.rank for e in ours}
-        }
+        seconds = {rank: sum(event.seconds for event in ours if event.rank == rank) for rank in {e.rank for e in ours}}
         costs.append(
             SaveCost(
                 step=step,

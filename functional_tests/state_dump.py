@@ -1,9 +1,9 @@
 """Runs a Megatron training script and keeps what it saves: the state dict of every save, as the job holds it.
 
 The script and the folder come in ``STATE_DUMP_SCRIPT`` and ``STATE_DUMP_FOLDER``. Each rank writes ``STEP.RANK.pt``
-there before the save goes on, so a checkpoint can be compared with the job's own memory. With ``STATE_DUMP_STOCK`` every
-name that the extension replaced is put back first. Losses go to ``losses.RANK``, one JSON line an iteration: Megatron's
-own log prints the mean of a job's first two iterations as the loss of the second.
+there before the save goes on, so a checkpoint can be compared with the job's own memory. With ``STATE_DUMP_STOCK``
+every name that the extension replaced is put back first. Losses go to ``losses.RANK``, one JSON line an iteration:
+Megatron's own log prints the mean of a job's first two iterations as the loss of the second.
 """
 
 import json

@@ -116,9 +116,7 @@ class Installation:
             session = self.session
             if session is None or session.observer is None:
                 return stock(iteration, *args, **options)
-            return session.observer.saving(
-                iteration, lambda: stock(iteration, *args, **options), reason=session.reason
-            )
+            return session.observer.saving(iteration, lambda: stock(iteration, *args, **options), reason=session.reason)
 
         return save_checkpoint
 

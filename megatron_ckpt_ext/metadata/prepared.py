@@ -116,9 +116,7 @@ class PreparedMetadata:
             raise PreparedFileError("the Metadata to reuse has no storage_data: pass one read back from a checkpoint")
         known = describe_metadata(metadata)
         if halves := known.keys() ^ {item_of(index) for index in metadata.storage_data}:
-            raise PreparedFileError(
-                f"the layout of {min(halves, key=str)} is incomplete: it has no place, or no shape"
-            )
+            raise PreparedFileError(f"the layout of {min(halves, key=str)} is incomplete: it has no place, or no shape")
         return cls(
             fingerprint=plain_fingerprint(metadata),
             slice=Slice(rank=rank, locators=locators_of(metadata, rank), held=None),

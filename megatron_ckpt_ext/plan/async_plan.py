@@ -4,6 +4,8 @@ Same place in the flow and same parameters as NVRx's function of that name (plan
 then ``save_state_dict_async_finalize``), plus ``reuse_metadata_obj``.
 """
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,13 +14,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from megatron_ckpt_ext.compat.dcp import DistWrapper
+from megatron_ckpt_ext.compat.dcp import METADATA_FILE, DistWrapper
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.guard import Drift
 from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.held import held_in_plan
 from megatron_ckpt_ext.plan.padding import pad_non_tensor_items
+from megatron_ckpt_ext.publish.atomic import remove_file
 
 __all__ = ["PlanResult", "PlannedSave", "save_state_dict_async_plan"]
 
@@ -85,6 +88,8 @@ def save_state_dict_async_plan(
             "planner and a writer whose can_run_decentralized_global_plan is true"
         )
     wrapper = DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
+    if wrapper.is_coordinator:
+        _withdraw_older_metadata(storage_writer)
     local_plan = _local_plan(state_dict, storage_writer, planner, is_coordinator=wrapper.is_coordinator)
     held = held_in_plan(local_plan) if held_items is None else held_items
     prepared = _as_prepared(reuse_metadata_obj, wrapper)
@@ -94,6 +99,15 @@ def save_state_dict_async_plan(
     drift = None if prepared is None else prepared.held_drift(held)
     planned = PlannedSave(metadata=metadata, held=held, prepared=prepared, drift=drift)
     return PlanResult(storage_writer, planned, wrapper)
+
+
+def _withdraw_older_metadata(storage_writer: Any) -> None:
+    """Overwriting a checkpoint: from now on its ``.metadata`` would describe bytes that are no longer there.
+
+    Where the file cannot be removed it cannot be renamed over either, so the save will fail on all ranks.
+    """
+    with contextlib.suppress(OSError):
+        remove_file(os.path.join(str(storage_writer.checkpoint_id), METADATA_FILE))
 
 
 def _plans_locally(part: Any) -> bool:

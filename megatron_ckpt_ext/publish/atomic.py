@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["StagedFile", "stage_file", "write_file"]
+__all__ = ["StagedFile", "remove_file", "stage_file", "write_file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,17 @@ def write_file(path: str, chunks: Iterable[bytes]) -> None:
     except BaseException:
         staged.discard()
         raise
+
+
+def remove_file(path: str) -> None:
+    """Remove ``path`` durably if it is there. No collectives.
+
+    Raises:
+        OSError: it is there and cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+        _fsync_directory(os.path.dirname(path) or ".")
 
 
 def _fsync_directory(directory: str) -> None:
