@@ -18,7 +18,8 @@ class _Sight(NamedTuple):
     """What one rank finds at the path."""
 
     sees: bool
-    directory: tuple[str, int, int] | None
+    directory: tuple[str, int, int]
+    """Host, device and inode; the last two are -1 where there is no such directory."""
 
 
 def distribute_file(path: str, identity: str, wrapper: Any) -> None:
@@ -40,21 +41,22 @@ def distribute_file(path: str, identity: str, wrapper: Any) -> None:
     data = wrapper.broadcast_object(_read(path) if wrapper.is_coordinator else None)
     missing = [rank for rank, sight in enumerate(sights) if not sight.sees]
     writers = {sights[rank].directory: rank for rank in reversed(missing)}
-    if wrapper.rank in writers.values() and sights[wrapper.rank].directory is not None:
+    if wrapper.rank in writers.values():
         _write(path, data)
 
 
 def _look(path: str, identity: str) -> _Sight:
+    host = socket.gethostname()
     try:
         directory = os.stat(os.path.dirname(os.path.abspath(path)))
-    except OSError:
-        return _Sight(False, None)
+    except OSError:  # one rank of the host will find out why it cannot write, and say so
+        return _Sight(False, (host, -1, -1))
     try:
         with Container.open(path) as file:
             sees = file.has_trailer and file.header().get("identity") == identity
     except PreparedFileError:
         sees = False
-    return _Sight(sees, (socket.gethostname(), directory.st_dev, directory.st_ino))
+    return _Sight(sees, (host, directory.st_dev, directory.st_ino))
 
 
 def _read(path: str) -> bytes:

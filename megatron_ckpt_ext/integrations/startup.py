@@ -12,6 +12,7 @@ from enum import IntEnum
 import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.status import reduce_min
+from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError, PreparedFileError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
@@ -98,22 +99,25 @@ def agree_on_start(finding: Finding, config: CkptExtConfig, group: dist.ProcessG
     settings, file = _digest(repr(config)), _digest(_identity(finding))
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     stopping = rank if finding.action is Action.STOP else world_size
-    vector = [int(finding.action), stopping, settings, -settings, file, -file]
-    action, stopping, low_settings, high_settings, low_file, high_file = reduce_min(vector, group)
+    replaceable = int(finding.prepared is None or finding.prepared.in_our_format)
+    vector = [int(finding.action), stopping, settings, -settings, file, -file, replaceable]
+    action, stopping, low_settings, high_settings, low_file, high_file, replaceable = reduce_min(vector, group)
     if low_settings != -high_settings:
         raise ConfigurationError(_differing_settings(config, group))
     if action == Action.STOP:
         raise ConfigurationError(_sentence_of(stopping, finding.reason, group))
     several_files = action == Action.REUSE and low_file != -high_file
-    if several_files and not config.ckpt_metadata_create:
+    if not several_files and action != Action.CREATE:
+        return finding
+    if not (config.ckpt_metadata_create and replaceable):
         raise ConfigurationError(
             f"--ckpt-metadata {config.ckpt_metadata}: not all ranks see the same file. Copy one file to every node, "
-            "or add --ckpt-metadata-create to make a new one"
+            "or name another FILE with --ckpt-metadata-create"
         )
-    if several_files or action < finding.action:
-        reason = f"not all ranks see the same {config.ckpt_metadata}, the first save makes it anew"
-        return Finding(action=Action.CREATE, reason=reason, warnings=(reason,))
-    return finding
+    if finding.action is Action.CREATE:
+        return finding
+    reason = f"not all ranks see the same {config.ckpt_metadata}, the first save makes it anew"
+    return Finding(action=Action.CREATE, reason=reason, warnings=(reason,))
 
 
 def _location_problem(path: str, *, create: bool) -> str | None:
@@ -126,6 +130,8 @@ def _location_problem(path: str, *, create: bool) -> str | None:
         return f"its directory {parent} does not exist: make it first"
     if not os.access(parent, os.W_OK):
         return f"its directory {parent} is not writable: choose another place"
+    if os.path.basename(path) == METADATA_FILE and not os.path.exists(path):
+        return f"{METADATA_FILE} would make its directory look like a complete checkpoint: choose another name"
     return None
 
 

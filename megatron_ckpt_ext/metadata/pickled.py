@@ -80,7 +80,7 @@ def with_storage_meta(storage_meta: StorageMeta | None) -> bytes:
         (
             pickle.EMPTY_DICT,
             attribute,
-            _memo_free(_with_text_id(storage_meta)),
+            _opcodes(_with_text_id(storage_meta)),
             pickle.SETITEM,
             pickle.BUILD,
             pickle.STOP,
@@ -94,12 +94,9 @@ def _with_text_id(storage_meta: StorageMeta | None) -> StorageMeta | None:
     return replace(storage_meta, checkpoint_id=str(storage_meta.checkpoint_id))
 
 
-def _memo_free(value: Any) -> bytes:
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, protocol=2)
-    pickler.fast = True  # a memo index of this part would clash with one of the body
-    pickler.dump(value)
-    return stream.getvalue()[len(_PROTO_2) : -len(_STOP)]
+def _opcodes(value: object) -> bytes:
+    """Pickle without frames. It reuses memo indices of the body, which nothing behind the body looks up."""
+    return pickle.dumps(value, protocol=2)[len(_PROTO_2) : -len(_STOP)]
 
 
 class _AllowListUnpickler(pickle.Unpickler):

@@ -65,7 +65,7 @@ def save_state_dict_async_plan(
 
     Called on all ranks. Without ``reuse_metadata_obj`` one gather_object of the local plans; with it no
     collectives at all: a rank that does not match its slice plans as usual, and reports drift when the save is
-    finalized.
+    finalized. The coordinator removes an older ``.metadata`` of the same directory.
 
     Args:
         state_dict: torch DCP state dict of this rank, flat.

@@ -1,0 +1,94 @@
+"""The settings as a whole: what cannot work is refused with the flag at fault and the remedy."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from ranks import RankPool
+
+from megatron_ckpt_ext.arguments import add_ckpt_ext_args
+from megatron_ckpt_ext.config import CkptExtConfig
+from megatron_ckpt_ext.errors import ConfigurationError
+
+VALID: dict[str, Any] = {"ckpt_metadata": "prepared", "async_save": True, "save": "checkpoints"}
+REFUSED = [
+    ({"ckpt_metadata": None, "ckpt_metadata_create": True}, "--ckpt-metadata-create", "add --ckpt-metadata FILE"),
+    ({"ckpt_metadata": ""}, "--ckpt-metadata", "name the prepared metadata file"),
+    ({"async_save": False}, "--async-save", "add --async-save"),
+    ({"use_persistent_ckpt_worker": False}, "--use-persistent-ckpt-worker", "add --use-persistent-ckpt-worker"),
+    ({"async_strategy": "mcore"}, "--async-strategy mcore", "remove it or say nvrx"),
+    ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format fsdp_dtensor", "use torch_dist"),
+    ({"ckpt_format": "torch"}, "--ckpt-format torch:", "use torch_dist"),
+    ({"ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp", "use torch_dist"),
+    ({"save": None}, "--save", "add --save DIRECTORY"),
+    ({"save": ""}, "--save", "add --save DIRECTORY"),
+    ({"enable_msc": True}, "--enable-msc", "leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("change", "flag", "remedy"), REFUSED, ids=[str(change) for change, _, _ in REFUSED])
+def test_what_cannot_work_is_refused(change: dict[str, Any], flag: str, remedy: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        CkptExtConfig(**{**VALID, **change})
+
+    assert flag in str(caught.value)
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_missing_worker_is_named_and_not_the_async_save_that_megatron_clears() -> None:
+    with pytest.raises(ConfigurationError, match="but without --use-persistent-ckpt-worker"):
+        CkptExtConfig(**VALID, use_persistent_ckpt_worker=False)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_what_can_work_is_accepted_and_frozen(create: bool) -> None:
+    config = CkptExtConfig(**VALID, ckpt_metadata_create=create)
+
+    assert replace(config) == config
+    with pytest.raises(FrozenInstanceError):
+        config.save = "elsewhere"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("change", [{"ckpt_format": "torch"}, {"save": None}, {"async_save": False}], ids=str)
+def test_a_job_without_prepared_metadata_may_do_anything(change: dict[str, Any]) -> None:
+    CkptExtConfig(**{**VALID, **change, "ckpt_metadata": None})
+
+
+def test_a_plain_parser_needs_no_flags_of_megatron() -> None:
+    parser = add_ckpt_ext_args(ArgumentParser())
+    parser.add_argument("--save")
+
+    args = parser.parse_args(["--async-save", "--ckpt-metadata", "prepared", "--save", "checkpoints"])
+
+    assert CkptExtConfig.from_args(args) == CkptExtConfig(**VALID)
+    assert CkptExtConfig.from_args(Namespace()) == CkptExtConfig()
+
+
+def _config_on_rank(command_line: list[str]) -> CkptExtConfig | str:
+    """Parse as Megatron does; importing its parser takes seconds, so it is done in a rank that others use as well."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_ckpt_ext_args(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    try:
+        return CkptExtConfig.from_args(parser.parse_args(command_line))
+    except ConfigurationError as error:
+        return str(error)
+
+
+def test_the_command_line_of_megatron_is_checked(ranks: RankPool) -> None:
+    def parsed(*command_line: str) -> CkptExtConfig | str:
+        return ranks.run(_config_on_rank, ["--save", "checkpoints", *command_line], world_size=1)[0]
+
+    worker = ["--async-save", "--use-persistent-ckpt-worker"]
+    metadata = ["--ckpt-metadata", "prepared"]
+
+    assert parsed(*worker, *metadata) == CkptExtConfig(**VALID)
+    assert parsed() == CkptExtConfig(save="checkpoints", use_persistent_ckpt_worker=False)
+    assert "without --async-save" in str(parsed(*metadata))
+    assert "without --use-persistent-ckpt-worker" in str(parsed("--async-save", *metadata))
+    assert "--async-strategy mcore" in str(parsed(*worker, *metadata, "--async-strategy", "mcore"))
+    assert "--ckpt-format fsdp_dtensor" in str(parsed(*worker, *metadata, "--ckpt-format", "fsdp_dtensor"))
+    assert "--enable-msc" in str(parsed(*worker, *metadata, "--enable-msc"))
