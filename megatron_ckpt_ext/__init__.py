@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from megatron_ckpt_ext.integrations.megatron_lm import install
     from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
     from megatron_ckpt_ext.plan.async_plan import save_state_dict_async_plan
+    from megatron_ckpt_ext.publish.completeness import verify_checkpoint
+    from megatron_ckpt_ext.publish.latest import latest_complete_step
     from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
 __version__ = "0.1.0"
@@ -20,16 +22,20 @@ __all__ = [
     "PreparedMetadata",
     "PreparedSaveStrategy",
     "install",
+    "latest_complete_step",
     "save_state_dict_async_finalize",
     "save_state_dict_async_plan",
+    "verify_checkpoint",
 ]
 
 _HOMES: Final = {
     "PreparedMetadata": "metadata.prepared",
     "PreparedSaveStrategy": "strategy.torch_dist",
     "install": "integrations.megatron_lm",
+    "latest_complete_step": "publish.latest",
     "save_state_dict_async_finalize": "commit.finalize",
     "save_state_dict_async_plan": "plan.async_plan",
+    "verify_checkpoint": "publish.completeness",
 }
 
 

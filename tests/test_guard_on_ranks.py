@@ -123,7 +123,7 @@ def written_by_another_replica(state: StateDict, rank: int) -> None:
 
 
 def grown_in_its_slot(state: StateDict, rank: int) -> None:
-    state["front"].data = "not much more" * (rank + 1)
+    state["front"].data = "not much more" * 50
 
 
 @dataclass(frozen=True, kw_only=True)

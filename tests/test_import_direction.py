@@ -46,16 +46,21 @@ ROWS = (
         may=("errors", "metadata"),
         why="Megatron's arguments, read into our fingerprint; only integrations use it.",
     ),
-    Row(name="publish", may=("errors",), why="Makes files appear and go; it does not know what is in them."),
+    Row(name="publish.atomic", why="Makes files appear and go; it does not know what is in them."),
+    Row(
+        name="publish",
+        may=("compat", "errors", "metadata", "publish.atomic"),
+        why="Judges what is complete by what its metadata says; it reads, and no save waits for it.",
+    ),
     Row(name="write", may=("compat", "errors"), why="Runs in another process, so it takes as little along as it can."),
     Row(
         name="plan",
-        may=("compat", "errors", "metadata", "publish"),
+        may=("compat", "errors", "metadata", "publish.atomic"),
         why="Starts a save; of publishing it only takes back what an overwritten checkpoint had published.",
     ),
     Row(
         name="commit",
-        may=("compat", "errors", "metadata", "plan", "publish"),
+        may=("compat", "errors", "metadata", "plan", "publish.atomic"),
         why="Ends what the plan began, so it reads the plan's result.",
     ),
     Row(
@@ -70,7 +75,7 @@ ROWS = (
         name="integrations",
         may=(
             *("arguments", "collectives", "commit", "compat", "compat.megatron_training", "config", "errors"),
-            *("events", "metadata", "plan", "publish", "replacements", "strategy", "write"),
+            *("events", "metadata", "plan", "publish", "publish.atomic", "replacements", "strategy", "write"),
         ),
         why="Puts the package into a framework, so it may see every stage.",
     ),

@@ -19,8 +19,10 @@ PUBLIC = [
     "PreparedMetadata",
     "PreparedSaveStrategy",
     "install",
+    "latest_complete_step",
     "save_state_dict_async_finalize",
     "save_state_dict_async_plan",
+    "verify_checkpoint",
 ]
 
 

@@ -24,6 +24,8 @@ CALLS = {
     "save_state_dict_async_finalize": (
         "storage_writer global_metadata dist_wrapper reuse_metadata_obj create_metadata_path fingerprint"
     ),
+    "verify_checkpoint": "path",
+    "latest_complete_step": "directory",
     "arguments.add_ckpt_ext_args": "parser",
 }
 """Name below the package -> its parameters in order."""

@@ -94,7 +94,25 @@ def test_a_directory_is_refused(tmp_path: Path, create: bool) -> None:
     finding = found(tmp_path, create=create)
 
     assert finding.action is Action.STOP
-    assert finding.reason == f"--ckpt-metadata {tmp_path}: this is a directory: name a file"
+    assert finding.reason == f"--ckpt-metadata {tmp_path}: this is a directory or a device: name a file"
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, create: bool) -> None:
+    os.mkfifo(tmp_path / "prepared")
+
+    finding = found(tmp_path / "prepared", create=create)
+
+    assert finding.action is Action.STOP
+    assert "name a file" in finding.reason
+
+
+def test_a_read_that_fails_is_a_finding_too() -> None:
+    """A rank that raises here would leave its peers in the reduction."""
+    finding = found("/proc/self/mem", create=False)
+
+    assert finding.action is Action.STOP
+    assert finding.reason == "--ckpt-metadata /proc/self/mem: OSError: [Errno 5] Input/output error"
 
 
 def test_a_directory_that_is_not_there_is_refused_before_the_first_save(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def examine(config: CkptExtConfig, current: Fingerprint, rank: int, world_size: 
         return Finding(action=Action.STOP, reason=f"--ckpt-metadata: {error}")
     except PreparedFileError as error:
         return Finding(action=Action.STOP, reason=f"--ckpt-metadata: {error}")
+    except Exception as error:  # must become a vote: the peers are on their way to the reduction
+        return Finding(action=Action.STOP, reason=f"--ckpt-metadata {path}: {type(error).__name__}: {error}")
     return Finding(
         action=Action.REUSE,
         reason=f"saves reuse {path}",
@@ -122,8 +124,8 @@ def agree_on_start(finding: Finding, config: CkptExtConfig, group: dist.ProcessG
 
 def _location_problem(path: str, *, create: bool) -> str | None:
     parent = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        return "this is a directory: name a file"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "this is a directory or a device: name a file"
     if not create:
         return None if os.path.exists(path) else "no such file: name an existing one, or add --ckpt-metadata-create"
     if not os.path.isdir(parent):

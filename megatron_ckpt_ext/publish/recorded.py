@@ -76,6 +76,8 @@ def file_size(directory: str, name: str) -> int:
 
 
 def _load(directory: str) -> Metadata:
+    if not os.path.isdir(directory):
+        raise UnreadableMetadataError(f"{directory!r} is no directory")
     try:
         file_size(directory, METADATA_FILE)
     except FileNotFoundError:
