@@ -2,7 +2,8 @@
 
 Names follow Megatron-LM where Megatron-LM (or its open proposal) has one, so a later upstream release that
 brings a flag itself meets no conflict. Values are primitive and equal on all ranks: Megatron pickles its
-arguments into every checkpoint and compares them across ranks.
+arguments into every checkpoint and compares them across ranks. A flag of ours that is not given leaves no trace in the
+namespace, so a checkpoint of a job that does not use the extension is the same to the byte.
 """
 
 import argparse
@@ -28,6 +29,7 @@ FLAGS: tuple[Flag, ...] = (
         option="--async-save",
         settings={
             "action": "store_true",
+            "default": False,
             "help": "Write checkpoints in the background while training goes on.",
         },
     ),
@@ -35,7 +37,6 @@ FLAGS: tuple[Flag, ...] = (
         option="--ckpt-metadata",
         settings={
             "metavar": "FILE",
-            "default": None,
             "help": (
                 "Prepared metadata: saves follow the layout in FILE and need no object collectives. FILE is one "
                 "made by --ckpt-metadata-create, or the .metadata of any checkpoint of the same job layout."
@@ -50,10 +51,30 @@ FLAGS: tuple[Flag, ...] = (
         },
     ),
     Flag(
+        option="--ckpt-metadata-on-drift",
+        settings={
+            "choices": ["rebuild", "fail"],
+            "help": (
+                "What a save does whose layout is not the prepared one: rebuild the metadata with all ranks in the "
+                "same save (default), or fail on every rank without publishing anything."
+            ),
+        },
+    ),
+    Flag(
+        option="--ckpt-save-timeout",
+        settings={
+            "type": float,
+            "metavar": "SECONDS",
+            "help": (
+                "Give an asynchronous save up, on every rank, when a writer moves no byte for so long (default 1800). "
+                "Given by itself it also guards saves without prepared metadata."
+            ),
+        },
+    ),
+    Flag(
         option="--ckpt-events",
         settings={
             "metavar": "FILE",
-            "default": None,
             "help": "Append one JSON line for each save phase to FILE.<rank>: seconds, items, bytes, collectives.",
         },
     ),
@@ -74,5 +95,5 @@ def add_ckpt_ext_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group = parser.add_argument_group("megatron-ckpt-ext")
     for flag in FLAGS:
         with contextlib.suppress(argparse.ArgumentError):
-            group.add_argument(flag.option, **flag.settings)
+            group.add_argument(flag.option, **{"default": argparse.SUPPRESS, **flag.settings})
     return parser

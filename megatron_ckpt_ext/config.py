@@ -8,6 +8,7 @@ from megatron_ckpt_ext.errors import ConfigurationError
 __all__ = ["CkptExtConfig"]
 
 _FORMATS = ("torch_dist",)
+_MAX_SECONDS = 365 * 86400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,10 @@ class CkptExtConfig:
     """Path of the prepared metadata."""
     ckpt_metadata_create: bool = False
     """Whether to make it unless one that fits is there."""
+    ckpt_metadata_on_drift: str = "rebuild"
+    """What a save does that does not match: ``"rebuild"`` it with all ranks, or ``"fail"``."""
+    ckpt_save_timeout: float | None = None
+    """Seconds that a save may go on without moving a byte; ``None``: 1800 where our queue is in charge."""
     ckpt_events: str | None = None
     """Path of the events file, without the rank."""
     async_save: bool = False
@@ -48,6 +53,11 @@ class CkptExtConfig:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
+        if self.ckpt_save_timeout is not None and not 0 < self.ckpt_save_timeout < _MAX_SECONDS:
+            raise ConfigurationError(
+                f"--ckpt-save-timeout {self.ckpt_save_timeout:g} is no number of seconds between 0 and a year: "
+                "give one that is larger than the longest pause of your storage"
+            )
         if self.ckpt_metadata is None:
             if self.ckpt_metadata_create:
                 raise ConfigurationError(
@@ -58,6 +68,11 @@ class CkptExtConfig:
         problem = self._problem()
         if problem is not None:
             raise ConfigurationError(f"--ckpt-metadata {self.ckpt_metadata} was given {problem}")
+
+    @property
+    def owns_queue(self) -> bool:
+        """Whether asynchronous saves go through our queue."""
+        return self.ckpt_metadata is not None or self.ckpt_save_timeout is not None
 
     def _problem(self) -> str | None:
         if not self.ckpt_metadata:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from ranks import RankPool
 from workload import Job, StateDict, checkpoint_values, same, save, values
 
+from megatron_ckpt_ext.commit.commit import OnDrift
 from megatron_ckpt_ext.commit.failures import MetadataReuseError, SaveFailedError
 
 
@@ -189,11 +190,6 @@ class Way:
     plain: bool = False
     """Whether a checkpoint's own ``.metadata`` is reused, which names no holders."""
 
-    @property
-    def redistributes(self) -> bool:
-        """Whether a change of one item may move others to another rank."""
-        return self.fully_parallel and not self.cached_distribution
-
     def strategy(self, directory: Path) -> Any:
         """Save the right state dict once with a strategy that creates; return one that reuses, already used."""
         job = Job(
@@ -204,7 +200,7 @@ class Way:
         )
         save(job.strategy(), str(directory / "created"), right_state(dist.get_rank()))
         source = directory / "created" / ".metadata" if self.plain else directory / "prepared.metadata"
-        reusing = replace(job, create=None, reuse=str(source)).strategy()
+        reusing = replace(job, create=None, reuse=str(source), extra={"on_drift": OnDrift.FAIL}).strategy()
         save(reusing, str(directory / "reused"), right_state(dist.get_rank()))
         return reusing
 
@@ -304,8 +300,6 @@ def assert_says(refusal: Refusal, change: Change, way: Way) -> None:
     found = re.fullmatch(r"(.*) does not match the prepared metadata: prepared (.*), found (.*)", cause)
     assert found is not None
     assert refusal.text == (f"checkpoint save failed (metadata_reuse), nothing was published. rank {rank}: {cause}")
-    if way.redistributes and change.rank == 1:
-        return  # rank 0 may be the first to notice, by what it has to write instead
     assert rank == change.rank
     assert re.fullmatch(change.item, found[1])
     if way.plain and found[2] != NOTHING:

@@ -17,7 +17,7 @@ from ranks import RankPool
 from workload import Job, checkpoint_values, save, state, values
 
 from megatron_ckpt_ext.collectives import CollectiveCounter
-from megatron_ckpt_ext.commit.distribute import distribute_file
+from megatron_ckpt_ext.commit.prepared_file import distribute_file
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+from megatron_ckpt_ext.strategy.fully_parallel import PreparedSaveWrapper
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
 ROWS = 4
@@ -52,7 +52,7 @@ class Job:
         )
         if not self.fully_parallel:
             return base
-        return FullyParallelSaveStrategyWrapper(base, do_cache_distribution=self.cached_distribution)
+        return PreparedSaveWrapper(base, do_cache_distribution=self.cached_distribution)
 
 
 def state(seed: int) -> StateDict:

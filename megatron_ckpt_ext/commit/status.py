@@ -1,4 +1,4 @@
-"""The one small MIN all_reduce that ends a save: did every rank write, and write what the metadata says?"""
+"""The one small MIN all_reduce of a save: did every rank write, and write what the metadata says?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,19 @@ __all__ = ["Outcome", "SaveStatus", "Verdict", "agree", "reduce_min", "share_cau
 
 
 class SaveStatus(IntEnum):
-    """State of a save on one rank; the smallest of all ranks decides."""
+    """State of a save on one rank; the smallest of all ranks decides, but no pending rank hides a failed one."""
 
+    PENDING = 0
+    """The rank is not done."""
     FAILED = 1
     """The rank could not write."""
     DRIFT = 2
-    """The rank wrote or holds something else than the prepared metadata says."""
+    """The rank wrote or holds something else than the prepared metadata says, or there is none."""
     READY = 3
     """The rank wrote what the prepared metadata says."""
+
+
+_BAD = (SaveStatus.FAILED, SaveStatus.DRIFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,9 @@ class Verdict:
     """What all ranks know after the reduction."""
 
     status: SaveStatus
-    """The smallest status."""
+    """``FAILED`` if any rank failed, else the smallest status."""
     rank: int | None
-    """Lowest rank with that status, in the group; ``None`` if all are ready."""
+    """Lowest rank, in the group, that failed or drifted; ``None`` if the save is pending or ready."""
 
 
 def reduce_min(values: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
@@ -54,23 +59,34 @@ def reduce_min(values: Sequence[int], group: dist.ProcessGroup | None) -> list[i
     return [int(value) for value in vector.tolist()]
 
 
-def agree(outcome: Outcome, wrapper: Any) -> Verdict:
-    """Vote. Called on all ranks: one MIN all_reduce of three int64.
+def agree(outcome: Outcome, wrapper: Any, *, call: int = 0) -> Verdict:
+    """Vote. Called on all ranks: one MIN all_reduce of five int64.
 
-    The vector carries for each bad status the lowest rank that has it, so a failed rank is not hidden behind a
-    lower rank that drifted.
+    The vector is the status, the number of the call and its negative, and for each bad status the lowest rank that has
+    it.
 
     Args:
         outcome: of this rank.
         wrapper: torch's ``_DistWrapper`` of the save.
+        call: number of the save, equal on all ranks.
+
+    Raises:
+        RuntimeError: on every rank: the ranks vote on different saves.
     """
     nobody = wrapper.get_world_size()
-    bad = (SaveStatus.FAILED, SaveStatus.DRIFT)
-    ranks = [wrapper.rank if outcome.status == status else nobody for status in bad]
-    vector = [int(outcome.status), *ranks]
-    lowest, *first_ranks = reduce_min(vector, wrapper.group) if wrapper.use_dist else vector
+    ranks = [wrapper.rank if outcome.status == status else nobody for status in _BAD]
+    vector = [int(outcome.status), call, -call, *ranks]
+    lowest, first, last, *bad_ranks = reduce_min(vector, wrapper.group) if wrapper.use_dist else vector
+    if first != -last:
+        raise RuntimeError(
+            f"ranks vote on different checkpoint saves, numbers {first} to {-last}: every rank must schedule the same "
+            "saves and finalize them in the same order"
+        )
+    failed_rank, drifted_rank = bad_ranks
+    if failed_rank < nobody:
+        return Verdict(SaveStatus.FAILED, failed_rank)
     status = SaveStatus(lowest)
-    return Verdict(status, None if status is SaveStatus.READY else first_ranks[bad.index(status)])
+    return Verdict(status, drifted_rank if status is SaveStatus.DRIFT else None)
 
 
 def share_cause(verdict: Verdict, outcome: Outcome, wrapper: Any) -> dict[int, str]:

@@ -3,10 +3,15 @@
 Read in megatron-core 0.19.2. ``tests/test_compat.py`` notices when one of them moves.
 """
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -15,13 +20,21 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 __all__ = [
+    "METADATA_JSON",
+    "FullyParallelSaveStrategyWrapper",
     "ShardedObject",
     "ShardedTensor",
     "TorchDistSaveShardedStrategy",
+    "is_collective_finalizer",
+    "metadata_json",
     "nested_values",
     "save_planner",
     "to_pyt_state_dict",
+    "writes_metadata_json",
 ]
+
+METADATA_JSON = "metadata.json"
+"""Megatron's side file of a ``torch_dist`` checkpoint, which its readers need."""
 
 
 def to_pyt_state_dict(sharded_state_dict: dict[str, Any], *, keep_only_main_replica: bool) -> dict[str, Any]:
@@ -38,3 +51,18 @@ def save_planner(*, keep_only_main_replica: bool) -> MCoreSavePlanner:
         flatten_state_dict=False,
         flatten_sharded_tensors=False,
     )
+
+
+def metadata_json(backend: str, version: int) -> bytes:
+    """Return the content of Megatron's side file, as ``dist_checkpointing.core.save_config`` writes it."""
+    return json.dumps(asdict(CheckpointingConfig(backend, version))).encode()
+
+
+def writes_metadata_json(finalizer: Callable[[], Any]) -> bool:
+    """Whether it is the finalizer of ``dist_checkpointing.save`` that writes the side file, and a barrier."""
+    return getattr(finalizer, "__qualname__", "") == "save.<locals>.metadata_finalize_fn"
+
+
+def is_collective_finalizer(finalizer: Callable[[], Any]) -> bool:
+    """Whether it is a finalizer of ``dist_checkpointing.save`` that needs all ranks (``--verify-integrity``)."""
+    return getattr(finalizer, "__qualname__", "") == "save.<locals>.integrity_finalize_fn"

@@ -56,6 +56,8 @@ class PreparedMetadata:
     """Description of every item of the job; only from a plain ``Metadata``, which names no holders."""
     identity: str = ""
     """Tells the file that it came from apart from other files; empty if it came from none."""
+    path: str | None = None
+    """The file that it came from."""
     in_our_format: bool = True
     """Whether it came from a file with our trailer, or from this job."""
 
@@ -86,7 +88,7 @@ class PreparedMetadata:
                 with _naming(path):
                     plain = cls.from_metadata(metadata, rank, coordinator=coordinator)
                 _refuse_differences(path, plain.fingerprint, current, ours=False)
-                return replace(plain, identity=f"crc32 {zlib.crc32(data):08x}")
+                return replace(plain, path=path, identity=f"crc32 {zlib.crc32(data):08x}")
             header = file.header()
             with _naming(path):
                 fingerprint = Fingerprint.from_json(header["fingerprint"])
@@ -100,6 +102,7 @@ class PreparedMetadata:
                 fingerprint=fingerprint,
                 slice=own,
                 body=file.body() if rank == coordinator else None,
+                path=path,
                 identity=str(header.get("identity", "")),
             )
 
@@ -134,7 +137,16 @@ class PreparedMetadata:
             fingerprint: settings of this job.
             metadata: the whole layout with its locators; the coordinator only.
         """
-        return cls(fingerprint=fingerprint, slice=own, body=None if metadata is None else metadata_body(metadata))
+        created = cls(fingerprint=fingerprint, slice=own)
+        return created if metadata is None else created.with_layout(metadata)
+
+    def with_layout(self, metadata: Metadata) -> "PreparedMetadata":
+        """Return the same with the bytes of the whole layout, as the coordinator has it. No collectives."""
+        return replace(self, body=metadata_body(metadata))
+
+    def knows(self, item: Item) -> bool:
+        """Whether the layout has a place for an item that this rank holds. No collectives."""
+        return item in (self.slice.held if self.slice.held is not None else self.known or {})
 
     def held_drift(self, held: Mapping[Item, str]) -> Drift | None:
         """Compare what this rank holds with what it held at create time. No collectives."""

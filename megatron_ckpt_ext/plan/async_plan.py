@@ -30,12 +30,14 @@ __all__ = ["PlanResult", "PlannedSave", "save_state_dict_async_plan"]
 class PlannedSave:
     """What planning found out, for ``save_state_dict_async_finalize``."""
 
-    metadata: Metadata | None
-    """The new layout without locators; on the coordinator of a save that was planned together."""
+    local_plan: SavePlan
+    """What this rank writes, as a collective plan would take it."""
+    planner: Any
+    """The planner that made it, to make a global plan where one is needed."""
     held: Mapping[Item, str]
     """Everything this rank holds."""
     prepared: PreparedMetadata | None
-    """The layout that this save follows; ``None`` if it was planned together."""
+    """The layout that this save follows, if any."""
     drift: Drift | None
     """First difference between what this rank holds and the prepared metadata."""
 
@@ -63,9 +65,9 @@ def save_state_dict_async_plan(
 ) -> PlanResult:
     """Plan a save and resolve its data.
 
-    Called on all ranks. Without ``reuse_metadata_obj`` one gather_object of the local plans; with it no
-    collectives at all: a rank that does not match its slice plans as usual, and reports drift when the save is
-    finalized. The coordinator removes an older ``.metadata`` of the same directory.
+    Called on all ranks; no collectives. A rank that does not match its slice plans as usual, and reports drift when
+    the save is finalized. Without a layout to follow the plans are gathered then, with the write results. The writer
+    removes an older ``.metadata`` of the same directory on the coordinator.
 
     Args:
         state_dict: torch DCP state dict of this rank, flat.
@@ -93,11 +95,10 @@ def save_state_dict_async_plan(
     local_plan = _local_plan(state_dict, storage_writer, planner, is_coordinator=wrapper.is_coordinator)
     held = held_in_plan(local_plan) if held_items is None else held_items
     prepared = _as_prepared(reuse_metadata_obj, wrapper)
-    metadata = _plan_together(local_plan, planner, wrapper) if prepared is None else None
     _resolve_data(local_plan, storage_writer, planner)
     pad_non_tensor_items(storage_writer, prepared)
     drift = None if prepared is None else prepared.held_drift(held)
-    planned = PlannedSave(metadata=metadata, held=held, prepared=prepared, drift=drift)
+    planned = PlannedSave(local_plan=local_plan, planner=planner, held=held, prepared=prepared, drift=drift)
     return PlanResult(storage_writer, planned, wrapper)
 
 
@@ -125,14 +126,6 @@ def _local_plan(state_dict: dict[str, Any], storage_writer: Any, planner: Any, *
     storage_writer.set_up_storage_writer(is_coordinator)
     plan: SavePlan = storage_writer.prepare_local_plan(planner.create_local_plan())
     return plan
-
-
-def _plan_together(local_plan: SavePlan, planner: Any, wrapper: Any) -> Metadata | None:
-    all_plans = wrapper.gather_object(local_plan)
-    if all_plans is None:
-        return None
-    _, metadata = planner.create_global_plan(all_plans)
-    return metadata  # type: ignore[no-any-return]
 
 
 def _resolve_data(local_plan: SavePlan, storage_writer: Any, planner: Any) -> None:

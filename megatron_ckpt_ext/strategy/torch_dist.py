@@ -7,8 +7,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ckpt_ext.commit.finalize import save_state_dict_async_finalize
-from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy, save_planner, to_pyt_state_dict
+from megatron_ckpt_ext.commit.commit import Committed, OnDrift, SaveCommit
+from megatron_ckpt_ext.commit.prepared_file import PreparedFile
+from megatron_ckpt_ext.compat.mcore import (
+    METADATA_JSON,
+    TorchDistSaveShardedStrategy,
+    metadata_json,
+    save_planner,
+    to_pyt_state_dict,
+)
 from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
@@ -22,12 +29,13 @@ __all__ = ["PreparedSaveStrategy"]
 class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron is untyped
     """A ``TorchDistSaveShardedStrategy`` whose asynchronous saves reuse one layout.
 
-    It is a subclass because ``dist_checkpointing.save`` silently replaces anything else by the stock strategy. Use
-    it there, inside ``FullyParallelSaveStrategyWrapper`` or not. Without ``prepared_metadata`` and
-    ``ckpt_metadata_create_path``, and for synchronous saves, it is the stock strategy.
+    It is a subclass because ``dist_checkpointing.save`` silently replaces anything else by the stock strategy. Use it
+    there, inside ``PreparedSaveWrapper`` or not. Without ``prepared_metadata`` and ``ckpt_metadata_create_path``, and
+    for synchronous saves, it is the stock strategy.
 
     Attributes:
-        prepared: the layout that saves follow; in create mode ``None`` until the first save is published.
+        prepared: the layout that the next save follows; ``None`` before the first save of create mode is published, and
+            after a failed save: such a save is planned together.
         thread_count: files that each rank writes.
     """
 
@@ -38,9 +46,10 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         *args: Any,
         prepared_metadata: PreparedMetadata | None = None,
         ckpt_metadata_create_path: str | None = None,
+        on_drift: OnDrift = OnDrift.REBUILD,
         fingerprint: Fingerprint | None = None,
         process_group: dist.ProcessGroup | None = None,
-        on_create: Callable[[PreparedMetadata], None] | None = None,
+        on_commit: Callable[[Committed], None] | None = None,
         **kwargs: Any,
     ) -> None:
         """Build the strategy. No collectives.
@@ -49,9 +58,10 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             *args: of ``TorchDistSaveShardedStrategy``.
             prepared_metadata: follow this layout from the first save on.
             ckpt_metadata_create_path: make the prepared file here in the first save, follow it afterwards.
-            fingerprint: settings to record in that file.
+            on_drift: what a save does that does not match the layout.
+            fingerprint: settings to record in a new layout.
             process_group: all ranks of the job; by default the default group.
-            on_create: called on each rank once the prepared metadata is there.
+            on_commit: called on each rank with every published save.
             **kwargs: of ``TorchDistSaveShardedStrategy``.
 
         Raises:
@@ -61,19 +71,22 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             raise ValueError("pass prepared_metadata or ckpt_metadata_create_path, not both")
         super().__init__(*args, **kwargs)
         self.prepared = prepared_metadata
-        self._create_path = ckpt_metadata_create_path
+        self._file = _file_of(prepared_metadata, ckpt_metadata_create_path)
+        self._is_stock = prepared_metadata is None and ckpt_metadata_create_path is None
+        self._on_drift = on_drift
         self._fingerprint = fingerprint
         self._process_group = process_group
-        self._on_create = on_create
+        self._on_commit = on_commit
+
+    def handles(self, async_strategy: str) -> bool:
+        """Whether an asynchronous save with this strategy name goes our way. Equal on all ranks."""
+        return async_strategy == "nvrx" and not self._is_stock
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str, async_strategy: str = "nvrx"
     ) -> Any:
-        """Plan a save and return the request that writes and finalizes it.
-
-        Called on all ranks. No collectives while it follows a prepared metadata; one gather_object otherwise.
-        """
-        if async_strategy != "nvrx" or (self.prepared is None and self._create_path is None):
+        """Plan a save and return the request that writes and finalizes it. Called on all ranks; no collectives."""
+        if not self.handles(async_strategy):
             return super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
         held = held_in_sharded_state_dict(sharded_state_dict)
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
@@ -100,27 +113,30 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
 
     def _request(self, result: PlanResult) -> AsyncRequest:
         function, preload, arguments = result.storage_writer.get_save_function_and_args()
-        return AsyncRequest(
-            function or write_nothing,
-            arguments,
-            [lambda: self._finalize(result)],
-            async_fn_kwargs={},
-            preload_fn=preload,
-        )
-
-    def _finalize(self, result: PlanResult) -> None:
-        followed = result.global_metadata.prepared
-        created = save_state_dict_async_finalize(
+        commit = SaveCommit(
             *result,
-            reuse_metadata_obj=followed,
-            create_metadata_path=self._create_path if followed is None else None,
             fingerprint=self._current_fingerprint(),
+            file=self._file,
+            on_drift=self._on_drift,
+            side_files={METADATA_JSON: metadata_json(self.backend, self.version)},
+            on_end=self._ended,
         )
-        if followed is None and created is not None:
-            self.prepared = created
-            if self._on_create is not None:
-                self._on_create(created)
+        return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
+
+    def _ended(self, committed: Committed | None) -> None:
+        # What failed may have been the layout itself (a lost item): only a common plan is sure to be right.
+        self.prepared = None if committed is None else committed.prepared
+        if committed is not None and self._on_commit is not None:
+            self._on_commit(committed)
 
     def _current_fingerprint(self) -> Fingerprint:
         known = self._fingerprint or Fingerprint(ckpt_format=self.backend)
         return replace(known, world_size=dist.get_world_size(self._process_group), workers_per_rank=self.thread_count)
+
+
+def _file_of(prepared: PreparedMetadata | None, create_path: str | None) -> PreparedFile | None:
+    if create_path is not None:
+        return PreparedFile(path=create_path)
+    if prepared is None or prepared.path is None:
+        return None
+    return PreparedFile(path=prepared.path, ours=prepared.in_our_format)

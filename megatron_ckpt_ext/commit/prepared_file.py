@@ -1,17 +1,69 @@
-"""A prepared file on node-local storage: after create every node has it."""
+"""Writing the prepared file for later jobs: where we may, and on every node that has its own storage."""
 
 import logging
 import os
 import socket
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.container import Container
 from megatron_ckpt_ext.publish.atomic import write_file
 
-__all__ = ["distribute_file"]
+__all__ = ["PreparedFile", "distribute_file"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedFile:
+    """Where the layout is kept for later jobs."""
+
+    path: str
+    """The file of ``--ckpt-metadata``."""
+    ours: bool = True
+    """Whether what is there now, if anything, is in our format."""
+
+    def why_untouched(self) -> str | None:
+        """Say why the file must not be rewritten, or ``None``. No collectives."""
+        if not self.ours:
+            return "it is a plain .metadata, not one that --ckpt-metadata-create made"
+        if is_checkpoint_file(self.path):
+            return "it belongs to a checkpoint"
+        if os.path.exists(self.path) and not os.stat(self.path).st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+            return "it is read-only"
+        return None
+
+    def write(self, chunks: Iterable[bytes]) -> bool:
+        """Write it if we may; else warn once. The checkpoint is published already, so nothing is raised.
+
+        Returns:
+            Whether it was written.
+        """
+        reason = self.why_untouched()
+        if reason is None:
+            try:
+                write_file(self.path, chunks)
+            except OSError as error:
+                reason = f"it could not be written ({error.strerror})"
+        if reason is not None:
+            logger.warning(
+                "The prepared metadata %s does not have the current layout, %s. This job goes on with the layout in "
+                "memory; a later job needs --ckpt-metadata-create and a file of its own.",
+                self.path,
+                reason,
+            )
+        return reason is None
+
+
+def is_checkpoint_file(path: str) -> bool:
+    """Whether ``path`` is, or would be, a part of a checkpoint. No collectives."""
+    directory = os.path.dirname(os.path.abspath(path))
+    marks = (METADATA_FILE, "metadata.json")
+    return os.path.basename(path) in marks or any(os.path.exists(os.path.join(directory, mark)) for mark in marks)
 
 
 class _Sight(NamedTuple):
