@@ -128,9 +128,7 @@ def test_a_hung_rank_is_named_with_its_stack_and_replaced(ranks: RankPool) -> No
     error = caught.value.errors[1]
     assert error.type_name == "ranks.RankHung"
     assert "_hang_on_one" in error.traceback
-    assert "Timeout" in caught.value.errors[0].message.replace("Timed out", "Timeout"), (
-        "the peer's own error is there"
-    )
+    assert "Timeout" in caught.value.errors[0].message.replace("Timed out", "Timeout"), "the peer's own error is there"
     assert not set(before) & set(ranks.run(_pid))
 
 

@@ -4,20 +4,51 @@ Read in nvidia-resiliency-ext 0.7.0. ``tests/test_compat.py`` notices when one o
 """
 
 import io
+from collections.abc import Callable
 
-from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+import torch
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, _set_process_qos
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
-from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
-    save_state_dict_async_finalize as stock_finalize,
-)
-from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
-    save_state_dict_async_plan as stock_plan,
-)
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["AsyncRequest", "FileSystemWriterAsync", "non_tensor_items", "stock_finalize", "stock_plan"]
+__all__ = [
+    "AsyncRequest",
+    "FileSystemWriterAsync",
+    "forget_what_the_writer_has",
+    "join_instances",
+    "non_tensor_items",
+    "open_cuda_device",
+    "set_drain",
+    "set_priorities",
+]
 
 
 def non_tensor_items(writer: FileSystemWriterAsync) -> tuple[list[WriteItem], list[io.BytesIO]]:
     """Return the non-tensor items of a writer after ``prepare_write_data``, and their data, to change in place."""
     return writer.byte_io_data or ([], [])
+
+
+def set_priorities(cpu_priority: int, io_priority: int | None) -> None:
+    """Make this process give way to training; a failure is logged and costs nothing."""
+    _set_process_qos(cpu_priority=cpu_priority, io_priority=io_priority)
+
+
+def open_cuda_device(device: int) -> None:
+    """Open a device before the first handle comes: else every writer of a node opens device 0 as well."""
+    torch.cuda.set_device(device)
+    torch.empty(1, device=f"cuda:{device}")
+
+
+def set_drain(drain: Callable[[], None] | None) -> None:
+    """Register what runs before a writer's shared buffers are used again."""
+    FileSystemWriterAsync.register_shm_drain_callback(drain)
+
+
+def forget_what_the_writer_has() -> None:
+    """Forget which tensors were sent: a new writer process has none of them."""
+    FileSystemWriterAsync.cleanup_tensor_caches()
+
+
+def join_instances(queue: object) -> None:
+    """Let ``abort_nvrx_checkpoint`` (in-process restart) find a queue that is not NVRx's own class."""
+    AsyncCallsQueue._instances.add(queue)

@@ -10,13 +10,16 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt_ext.arguments.flags import add_ckpt_ext_args
 from megatron_ckpt_ext.compat.megatron_training import unsupported_reason
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.integrations.session import MegatronSession
 from megatron_ckpt_ext.replacements import Replacement, Replacements
+
+if TYPE_CHECKING:
+    from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter
 
 __all__ = ["Installation", "install"]
 
@@ -39,6 +42,7 @@ class Installation:
         self.unsupported = unsupported_reason()
         self.session: MegatronSession | None = None
         self._config = CkptExtConfig()
+        self._warm: WarmWriter | None = None
         self._replacements = Replacements()
         hooks = list(self._flag_hooks() if self.unsupported else self._all_hooks())
         self.hooks = tuple(f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in hooks)
@@ -47,6 +51,8 @@ class Installation:
     def close(self) -> None:
         """Put every name back and end the session. Safe to call twice."""
         self._replacements.__exit__()
+        if self._warm is not None:
+            self._warm.close()
         if self.session is not None:
             self.session.close()
 
@@ -71,12 +77,14 @@ class Installation:
         yield arguments, "add_megatron_arguments", add_megatron_arguments
 
     def _all_hooks(self) -> Iterator[Replacement]:
-        from megatron.training import arguments, checkpointing, training
+        from megatron.training import arguments, async_utils, checkpointing, training
 
         yield from self._flag_hooks()
         yield arguments, "validate_args", self._checking(arguments.validate_args)
         yield training, "initialize_megatron", self._starting(training.initialize_megatron)
+        yield async_utils, "get_async_strategy", self._choosing(async_utils.get_async_strategy)
         yield checkpointing, "TorchDistSaveShardedStrategy", self._strategy
+        yield checkpointing, "FullyParallelSaveStrategyWrapper", self._wrapper
         yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed
@@ -104,11 +112,37 @@ class Installation:
 
         return initialize_megatron
 
+    def _choosing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def get_async_strategy(name: str = "nvrx", *args: Any, **options: Any) -> tuple[str, dict[str, Any]]:
+            name, modules = stock(name, *args, **options)
+            if name == "nvrx" and self._config.owns_queue and "AsyncCallsQueue" in modules:
+                modules = {**modules, "AsyncCallsQueue": self._queue_class()}
+            return name, modules
+
+        return get_async_strategy
+
+    def _queue_class(self) -> type:
+        from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue
+
+        if self._warm is None:
+            self._warm = WarmWriter()
+        return megatron_queue(self._warm, self._config.ckpt_save_timeout)
+
     def _strategy(self, *args: Any, **options: Any) -> Any:
         from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 
         build = TorchDistSaveShardedStrategy if self.session is None else self.session.strategy
         return build(*args, **options)
+
+    def _wrapper(self, strategy: Any, *args: Any, **options: Any) -> Any:
+        from megatron_ckpt_ext.compat.mcore import FullyParallelSaveStrategyWrapper
+        from megatron_ckpt_ext.strategy.fully_parallel import PreparedSaveWrapper
+        from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
+
+        ours = isinstance(strategy, PreparedSaveStrategy)
+        build = PreparedSaveWrapper if ours else FullyParallelSaveStrategyWrapper
+        return build(strategy, *args, **options)
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)

@@ -84,6 +84,10 @@ class SaveObserver:
             self._commit = Measured()
         return result
 
+    def rebuilt(self, reason: str) -> None:
+        """Record that the save which is being finalized was rebuilt, inside ``finalizing``."""
+        self._record(Phase.REBUILD, self._in_flight[0], Measured(), reason=reason)
+
     def close(self) -> None:
         """Stop counting and close the file. Safe to call twice."""
         self._counter.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ckpt_ext.commit.commit import Committed, How, OnDrift
 from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 from megatron_ckpt_ext.compat.megatron_training import fingerprint_of
 from megatron_ckpt_ext.config import CkptExtConfig
@@ -60,8 +61,10 @@ class MegatronSession:
             *args,
             prepared_metadata=self._finding.prepared if self.action is Action.REUSE else None,
             ckpt_metadata_create_path=self._config.ckpt_metadata if self.action is Action.CREATE else None,
+            on_drift=OnDrift(self._config.ckpt_metadata_on_drift),
             fingerprint=self._fingerprint,
             process_group=self._group,
+            on_commit=self._committed,
             **kwargs,
         )
         return self._strategy
@@ -85,6 +88,10 @@ class MegatronSession:
         """Close the events file and stop counting. Safe to call twice; the process group ends with the job."""
         if self.observer is not None:
             self.observer.close()
+
+    def _committed(self, committed: Committed) -> None:
+        if self.observer is not None and committed.how is How.REBUILT:
+            self.observer.rebuilt(committed.reason or "")
 
     def _announce(self, finding: Finding) -> None:
         if dist.get_rank() != 0:
