@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -90,9 +91,15 @@ def run_job(
     }
     log = folder / "log"
     with open(log, "w") as file:
-        code = subprocess.run(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False
-        ).returncode
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"none within {timeout:g} s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if code != 0:
         end = log.read_text(errors="replace")[-4000:]
         raise JobFailedError(f"job {name} ended with exit code {code}; the end of its log:\n{end}")

@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from megatron_ckpt_ext.commit.failures import MetadataReuseError, SaveFailedError, WriteFailedError
     from megatron_ckpt_ext.commit.finalize import save_state_dict_async_finalize
+    from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
     from megatron_ckpt_ext.integrations.megatron_lm import install
     from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
     from megatron_ckpt_ext.plan.async_plan import save_state_dict_async_plan
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncSaveQueue",
+    "MetadataReuseError",
     "PreparedMetadata",
     "PreparedSaveStrategy",
+    "SaveFailedError",
+    "WriteFailedError",
     "install",
     "latest_complete_step",
     "save_state_dict_async_finalize",
@@ -29,6 +35,10 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "AsyncSaveQueue": "commit.queue",
+    "MetadataReuseError": "commit.failures",
+    "SaveFailedError": "commit.failures",
+    "WriteFailedError": "commit.failures",
     "PreparedMetadata": "metadata.prepared",
     "PreparedSaveStrategy": "strategy.torch_dist",
     "install": "integrations.megatron_lm",

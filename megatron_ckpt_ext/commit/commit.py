@@ -3,12 +3,13 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_ckpt_ext.commit.common_state import CommonState
 from megatron_ckpt_ext.commit.failures import MetadataReuseError, WriteFailedError
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile
 from megatron_ckpt_ext.commit.results import retrieve_results, written_items
@@ -73,6 +74,7 @@ class SaveCommit:
         file: PreparedFile | None = None,
         on_drift: OnDrift = OnDrift.REBUILD,
         side_files: Mapping[str, bytes] | None = None,
+        common: CommonState | None = None,
         on_end: Callable[[Committed | None], None] | None = None,
     ) -> None:
         """Prepare the end of a save. No collectives.
@@ -85,6 +87,7 @@ class SaveCommit:
             file: where a new layout is kept for later jobs.
             on_drift: what to do where the save does not match.
             side_files: name -> content of what belongs to a checkpoint of this format, published after ``.metadata``.
+            common: what must be equal on all ranks.
             on_end: called on each rank with the published save, or ``None`` if it could not be written.
         """
         self._writer = storage_writer
@@ -94,6 +97,7 @@ class SaveCommit:
         self._file = file
         self._on_drift = on_drift
         self._side_files = side_files or {}
+        self._common = common
         self._on_end = on_end
         self._results: Sequence[WriteResult] = ()
         self._staged: StagedFile | None = None
@@ -104,6 +108,10 @@ class SaveCommit:
         The coordinator of a save that is ready has its ``.metadata`` durable under a temporary name afterwards, so that
         a full disk is a vote as well and only a rename is left.
         """
+        outcome = self._judge()
+        return outcome if self._common is None else replace(outcome, digest=self._common.vote())
+
+    def _judge(self) -> Outcome:
         self._results, failure = retrieve_results(self._writer)
         if failure is not None:
             return Outcome(SaveStatus.FAILED, failure)
@@ -135,6 +143,8 @@ class SaveCommit:
             MetadataReuseError: a rank drifted and drift is to fail; on every rank, nothing is published.
             OSError: on the coordinator only, while publishing.
         """
+        if self._common is not None and not verdict.alike:
+            self._common.report(self._wrapper)
         try:
             committed = self._conclude(verdict, outcome)
         except WriteFailedError:
@@ -181,8 +191,8 @@ class SaveCommit:
         path = os.path.join(str(self._writer.checkpoint_id), METADATA_FILE)
         try:
             self._staged = stage_file(path, prepared.metadata_chunks(self._writer.storage_meta()))
-        except OSError as error:
-            return Outcome(SaveStatus.FAILED, f"{path} could not be written: {error.strerror}")
+        except Exception as error:  # the peers are on their way to the reduction
+            return Outcome(SaveStatus.FAILED, f"{path} could not be written: {type(error).__name__}: {error}")
         return Outcome(SaveStatus.READY)
 
     def _make_layout(self, outcome: Outcome) -> Committed:

@@ -91,6 +91,8 @@ def distribute_file(path: str, identity: str, wrapper: Any) -> None:
     if not sights[coordinator].sees or all(sight.sees for sight in sights):
         return
     data = wrapper.broadcast_object(_read(path) if wrapper.is_coordinator else None)
+    if data is None:
+        return
     missing = [rank for rank, sight in enumerate(sights) if not sight.sees]
     writers = {sights[rank].directory: rank for rank in reversed(missing)}
     if wrapper.rank in writers.values():
@@ -111,9 +113,13 @@ def _look(path: str, identity: str) -> _Sight:
     return _Sight(sees, (host, directory.st_dev, directory.st_ino))
 
 
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def _read(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:  # the peers wait for the broadcast
+        logger.warning("The prepared metadata %s cannot be read back for the other nodes (%s).", path, error.strerror)
+        return None
 
 
 def _write(path: str, data: bytes) -> None:

@@ -35,6 +35,8 @@ class Outcome:
     """Its status."""
     cause: str = ""
     """Why it is not ready, one sentence."""
+    digest: int = 0
+    """Of what must be equal on all ranks, below 2**62; looked at once nobody is pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Verdict:
     """``FAILED`` if any rank failed, else the smallest status."""
     rank: int | None
     """Lowest rank, in the group, that failed or drifted; ``None`` if the save is pending or ready."""
+    alike: bool = True
+    """Whether the digests of all ranks are equal."""
 
 
 def reduce_min(values: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
@@ -60,10 +64,10 @@ def reduce_min(values: Sequence[int], group: dist.ProcessGroup | None) -> list[i
 
 
 def agree(outcome: Outcome, wrapper: Any, *, call: int = 0) -> Verdict:
-    """Vote. Called on all ranks: one MIN all_reduce of five int64.
+    """Vote. Called on all ranks: one MIN all_reduce of seven int64.
 
-    The vector is the status, the number of the call and its negative, and for each bad status the lowest rank that has
-    it.
+    The vector is the status, the number of the call and its negative, for each bad status the lowest rank that has it,
+    the digest and its negative.
 
     Args:
         outcome: of this rank.
@@ -75,18 +79,19 @@ def agree(outcome: Outcome, wrapper: Any, *, call: int = 0) -> Verdict:
     """
     nobody = wrapper.get_world_size()
     ranks = [wrapper.rank if outcome.status == status else nobody for status in _BAD]
-    vector = [int(outcome.status), call, -call, *ranks]
-    lowest, first, last, *bad_ranks = reduce_min(vector, wrapper.group) if wrapper.use_dist else vector
+    vector = [int(outcome.status), call, -call, *ranks, outcome.digest, -outcome.digest]
+    reduced = reduce_min(vector, wrapper.group) if wrapper.use_dist else vector
+    lowest, first, last, failed_rank, drifted_rank, low_digest, high_digest = reduced
     if first != -last:
         raise RuntimeError(
             f"ranks vote on different checkpoint saves, numbers {first} to {-last}: every rank must schedule the same "
             "saves and finalize them in the same order"
         )
-    failed_rank, drifted_rank = bad_ranks
     if failed_rank < nobody:
         return Verdict(SaveStatus.FAILED, failed_rank)
     status = SaveStatus(lowest)
-    return Verdict(status, drifted_rank if status is SaveStatus.DRIFT else None)
+    alike = status is SaveStatus.PENDING or low_digest == -high_digest
+    return Verdict(status, drifted_rank if status is SaveStatus.DRIFT else None, alike)
 
 
 def share_cause(verdict: Verdict, outcome: Outcome, wrapper: Any) -> dict[int, str]:

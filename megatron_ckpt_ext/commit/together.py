@@ -4,6 +4,7 @@ Plans, write results and sections are gathered once; the coordinator makes the l
 answers with plain data. No rank receives the layout of the others: each knows its own part from its own results.
 """
 
+import contextlib
 import os
 import uuid
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from megatron_ckpt_ext.metadata.items import item_of
 from megatron_ckpt_ext.metadata.layout import Item, Slice
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
-from megatron_ckpt_ext.publish.atomic import write_file
+from megatron_ckpt_ext.publish.atomic import remove_file, write_file
 
 __all__ = ["Together", "commit_together"]
 
@@ -117,12 +118,14 @@ def _publish(
     reports: list[_Report],
     file: PreparedFile | None,
 ) -> tuple[PreparedMetadata, _Answer]:
+    target = os.path.join(str(storage_writer.checkpoint_id), METADATA_FILE)
     try:
         prepared = prepared.with_layout(_layout(planned.planner, reports))
         storage_meta = storage_writer.storage_meta()
-        target = os.path.join(str(storage_writer.checkpoint_id), METADATA_FILE)
         write_file(target, prepared.metadata_chunks(storage_meta))
     except Exception as error:  # becomes plain data: the peers wait for the answer
+        with contextlib.suppress(OSError):
+            remove_file(target)
         return prepared, _Answer(causes={prepared.slice.rank: f"{type(error).__name__}: {error}"})
     identity = uuid.uuid4().hex
     sections = [report.section for report in reports]

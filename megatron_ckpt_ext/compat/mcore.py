@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 __all__ = [
+    "COMMON_STATE",
     "METADATA_JSON",
     "FullyParallelSaveStrategyWrapper",
     "ShardedObject",
@@ -33,6 +34,8 @@ __all__ = [
     "writes_metadata_json",
 ]
 
+COMMON_STATE = "common_state"
+"""Key under which ``dist_checkpointing.save`` puts what is not sharded into the state dict (since 0.19)."""
 METADATA_JSON = "metadata.json"
 """Megatron's side file of a ``torch_dist`` checkpoint, which its readers need."""
 

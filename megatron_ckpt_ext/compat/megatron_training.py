@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 
-__all__ = ["fingerprint_of", "unsupported_reason", "workers_per_rank"]
+__all__ = ["fingerprint_of", "unfinalized_saves", "unsupported_reason", "workers_per_rank"]
 
 SUPPORTED_MEGATRON: Final = ("0.19", "0.20")
 """From this version on, and below that one."""
@@ -33,6 +33,14 @@ def unsupported_reason() -> str | None:
     if not _within(Version(nvrx), SUPPORTED_NVRX):
         return _sentence("nvidia-resiliency-ext", Version(nvrx), SUPPORTED_NVRX)
     return None
+
+
+def unfinalized_saves() -> int:
+    """Return how many saves are in flight in Megatron's queue. No collectives."""
+    from megatron.training import async_utils
+
+    queue = async_utils._async_calls_queue
+    return 0 if queue is None else int(queue.get_num_unfinalized_calls())
 
 
 def workers_per_rank(args: Namespace) -> int:

@@ -7,14 +7,16 @@ Megatron looks the replaced names up in its own modules at call time, so whoever
 import atexit
 import logging
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from megatron_ckpt_ext.arguments.flags import add_ckpt_ext_args
-from megatron_ckpt_ext.compat.megatron_training import unsupported_reason
+from megatron_ckpt_ext.arguments.flags import FLAGS, add_ckpt_ext_args
+from megatron_ckpt_ext.compat.megatron_training import unfinalized_saves, unsupported_reason
 from megatron_ckpt_ext.config import CkptExtConfig
+from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.session import MegatronSession
 from megatron_ckpt_ext.replacements import Replacement, Replacements
 
@@ -79,12 +81,15 @@ class Installation:
     def _all_hooks(self) -> Iterator[Replacement]:
         from megatron.training import arguments, async_utils, checkpointing, training
 
+        from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
+
         yield from self._flag_hooks()
         yield arguments, "validate_args", self._checking(arguments.validate_args)
         yield training, "initialize_megatron", self._starting(training.initialize_megatron)
         yield async_utils, "get_async_strategy", self._choosing(async_utils.get_async_strategy)
         yield checkpointing, "TorchDistSaveShardedStrategy", self._strategy
         yield checkpointing, "FullyParallelSaveStrategyWrapper", self._wrapper
+        yield checkpointing, "dist_checkpointing", DistCheckpointing(checkpointing.dist_checkpointing)
         yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed
@@ -106,6 +111,8 @@ class Installation:
             from megatron.training import get_args
 
             result = stock(*args, **options)
+            if getattr(get_args(), "yaml_cfg", None) is not None:
+                _refuse_lost_flags()
             self.session = MegatronSession(get_args(), self._config)
             atexit.register(self.session.close)
             return result
@@ -165,8 +172,6 @@ class Installation:
         return schedule_async_save
 
     def _finalizing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        from megatron.training import async_utils
-
         @wraps(stock)
         def maybe_finalize_async_save(*args: Any, **options: Any) -> Any:
             session = self.session
@@ -175,12 +180,26 @@ class Installation:
             items, size = session.written
             return session.observer.finalizing(
                 lambda: stock(*args, **options),
-                lambda: not async_utils.is_empty_async_queue(),
+                unfinalized_saves,
                 items=items,
                 size=size,
             )
 
         return maybe_finalize_async_save
+
+
+def _refuse_lost_flags() -> None:
+    """Megatron's ``--yaml-cfg`` replaces all parsed arguments, ours too, and says nothing.
+
+    Raises:
+        ConfigurationError: one of our flags was given.
+    """
+    ours = [flag.option for flag in FLAGS if flag.option.startswith("--ckpt-")]
+    lost = [word for word in sys.argv if word.split("=")[0] in ours]
+    if lost:
+        raise ConfigurationError(
+            f"{lost[0]} has no effect beside --yaml-cfg, which replaces the whole command line: give up one of them"
+        )
 
 
 def install(args: Namespace | None = None) -> Installation:

@@ -61,13 +61,13 @@ class SaveObserver:
             return schedule()
 
     def finalizing(
-        self, finalize: Callable[[], Any], unfinalized: Callable[[], bool], *, items: int = 0, size: int = 0
+        self, finalize: Callable[[], Any], unfinalized: Callable[[], int], *, items: int = 0, size: int = 0
     ) -> Any:
         """Run ``maybe_finalize_async_save``; record ``commit`` for each save that ended in it.
 
         Args:
             finalize: the call.
-            unfinalized: whether saves are still in flight.
+            unfinalized: how many saves are still in flight.
             items: items that this rank writes in each save, where known.
             size: their bytes.
         """
@@ -79,7 +79,7 @@ class SaveObserver:
         except BaseException as error:
             self._record(Phase.COMMIT, self._in_flight.popleft(), self._commit, reason=str(error))
             raise
-        while self._in_flight and not unfinalized():
+        while len(self._in_flight) > unfinalized():
             self._record(Phase.COMMIT, self._in_flight.popleft(), self._commit, items=items, size=size)
             self._commit = Measured()
         return result

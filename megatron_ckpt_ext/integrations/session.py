@@ -12,6 +12,7 @@ from megatron_ckpt_ext.commit.commit import Committed, How, OnDrift
 from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 from megatron_ckpt_ext.compat.megatron_training import fingerprint_of
 from megatron_ckpt_ext.config import CkptExtConfig
+from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.observer import SaveObserver
 from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
@@ -43,24 +44,34 @@ class MegatronSession:
         self._config = config
         self._fingerprint = fingerprint_of(args)
         self._strategy: PreparedSaveStrategy | None = None
-        found = examine(config, self._fingerprint, dist.get_rank(), dist.get_world_size())
-        self._finding = agree_on_start(found, config)
+        self.observer: SaveObserver | None = None
+        self._finding = agree_on_start(self._examine(), config)
         self.action = self._finding.action
-        self.observer = SaveObserver(config.ckpt_events, dist.get_rank()) if config.ckpt_events else None
         # A CPU group of our own: nothing synchronises the GPU, and nobody else's collectives come in between.
         own_group = self.action is not Action.NOTHING and args.use_gloo_process_groups
         self._group: Any = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if own_group else None
         if self.action is not Action.NOTHING:
             self._announce(self._finding)
 
+    def _examine(self) -> Finding:
+        """Find out what this rank can do; what it cannot is a vote to stop, for the others wait in the reduction."""
+        rank = dist.get_rank()
+        try:
+            if self._config.ckpt_events:
+                self.observer = SaveObserver(self._config.ckpt_events, rank)
+        except ConfigurationError as error:
+            return Finding(action=Action.STOP, reason=str(error))
+        return examine(self._config, self._fingerprint, rank, dist.get_world_size())
+
     def strategy(self, *args: Any, **kwargs: Any) -> TorchDistSaveShardedStrategy:
         """Build the save strategy where Megatron builds its own, with the same arguments. No collectives."""
         if self.action is Action.NOTHING:
             return TorchDistSaveShardedStrategy(*args, **kwargs)
+        prepared = self._finding.prepared if self._strategy is None else self._strategy.prepared
         self._strategy = PreparedSaveStrategy(
             *args,
-            prepared_metadata=self._finding.prepared if self.action is Action.REUSE else None,
-            ckpt_metadata_create_path=self._config.ckpt_metadata if self.action is Action.CREATE else None,
+            prepared_metadata=prepared,
+            ckpt_metadata_create_path=self._config.ckpt_metadata if prepared is None else None,
             on_drift=OnDrift(self._config.ckpt_metadata_on_drift),
             fingerprint=self._fingerprint,
             process_group=self._group,
@@ -97,5 +108,6 @@ class MegatronSession:
         if dist.get_rank() != 0:
             return
         for warning in finding.warnings:
-            logger.warning("%s", warning)
+            if warning != finding.reason:
+                logger.warning("%s", warning)
         print(f"megatron-ckpt: {finding.reason}.", file=sys.stderr, flush=True)

@@ -101,7 +101,7 @@ class PreparedMetadata:
             return cls(
                 fingerprint=fingerprint,
                 slice=own,
-                body=file.body() if rank == coordinator else None,
+                body=_checked_body(path, file.body()) if rank == coordinator else None,
                 path=path,
                 identity=str(header.get("identity", "")),
             )
@@ -205,6 +205,12 @@ def _naming(path: str) -> Iterator[None]:
     except (PreparedFileError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = error if isinstance(error, PreparedFileError) else repr(error)
         raise PreparedFileError(f"prepared metadata {path!r} cannot be used: {reason}") from error
+
+
+def _checked_body(path: str, body: bytes) -> bytes:
+    """Read the layout once: what is not harmless must not be published with every checkpoint."""
+    load_metadata(body + with_storage_meta(None), origin=f"prepared metadata {path!r}")
+    return body
 
 
 def _with_world_size(fingerprint: Fingerprint, world_size: int) -> Fingerprint:

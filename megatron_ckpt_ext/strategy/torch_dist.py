@@ -8,8 +8,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.commit import Committed, OnDrift, SaveCommit
+from megatron_ckpt_ext.commit.common_state import CommonState, CommonStateCheck
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile
 from megatron_ckpt_ext.compat.mcore import (
+    COMMON_STATE,
     METADATA_JSON,
     TorchDistSaveShardedStrategy,
     metadata_json,
@@ -37,6 +39,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         prepared: the layout that the next save follows; ``None`` before the first save of create mode is published, and
             after a failed save: such a save is planned together.
         thread_count: files that each rank writes.
+        preprocess_common: leaves out what may differ between ranks before the common state is compared.
     """
 
     thread_count: int
@@ -77,6 +80,8 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         self._fingerprint = fingerprint
         self._process_group = process_group
         self._on_commit = on_commit
+        self._common_check = CommonStateCheck()
+        self.preprocess_common: Callable[[Any], Any] | None = None
 
     def handles(self, async_strategy: str) -> bool:
         """Whether an asynchronous save with this strategy name goes our way. Equal on all ranks."""
@@ -88,6 +93,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         """Plan a save and return the request that writes and finalizes it. Called on all ranks; no collectives."""
         if not self.handles(async_strategy):
             return super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
+        common = self._common_state(sharded_state_dict)
         held = held_in_sharded_state_dict(sharded_state_dict)
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
         result = save_state_dict_async_plan(
@@ -98,7 +104,14 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             reuse_metadata_obj=self.prepared,
             held_items=held,
         )
-        return self._request(result)
+        return self._request(result, common)
+
+    def _common_state(self, sharded_state_dict: dict[str, Any]) -> CommonState | None:
+        """What Megatron 0.19 stores as one object, the same on every rank; written by rank 0 only."""
+        entry = sharded_state_dict.get(COMMON_STATE)
+        if entry is None:
+            return None
+        return self._common_check.of(self.preprocess_common(entry.data) if self.preprocess_common else entry.data)
 
     def _writer(self, checkpoint_dir: Path | str) -> Any:
         if self.separation_hint is not None and self.thread_count <= 1:
@@ -111,7 +124,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             use_cpu_shm_for_gpu_tensors=self.cpu_shm_mode,
         )
 
-    def _request(self, result: PlanResult) -> AsyncRequest:
+    def _request(self, result: PlanResult, common: CommonState | None) -> AsyncRequest:
         function, preload, arguments = result.storage_writer.get_save_function_and_args()
         commit = SaveCommit(
             *result,
@@ -119,6 +132,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             file=self._file,
             on_drift=self._on_drift,
             side_files={METADATA_JSON: metadata_json(self.backend, self.version)},
+            common=common,
             on_end=self._ended,
         )
         return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
