@@ -1,6 +1,7 @@
 """Fixtures shared by the tests: the session's pool of rank processes.
 
-Makes the checkout and this folder importable, in the ranks too: spawned processes take over `sys.path`.
+Makes the checkout, this folder and functional_tests importable, in the ranks too: spawned processes take over
+`sys.path`.
 """
 
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in (str(TESTS), str(TESTS.parent)) if path not in sys.path]
+FOLDERS = (TESTS, TESTS.parent, TESTS.parent / "functional_tests")
+sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 
 from ranks import RankPool  # noqa: E402  (needs the path set above)
 

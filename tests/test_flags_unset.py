@@ -1,14 +1,10 @@
 """With the flags unset the extension changes nothing: the checkpoints are the same to the byte, ids apart."""
 
 import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "functional_tests"))
-
 from jobs import run_job
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 

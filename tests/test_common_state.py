@@ -1,0 +1,118 @@
+"""The common state is compared by one number in the vote; a difference is named, once, without ending anything."""
+
+import logging
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from workload import Job, save, state
+
+from megatron_ckpt_ext.collectives import CollectiveCounter, CollectiveSums
+from megatron_ckpt_ext.metadata.digest import combined_digest, digests_by_key
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def saves_on_rank(directory: str, differing: bool) -> tuple[list[str], list[int], int]:
+    """Create once, reuse three times with common state that may differ; warnings, object collectives, checkpoints."""
+    create = Job(directory=directory, create=f"{directory}/prepared")
+    save(create.strategy(), f"{directory}/created", with_common(seed=1, differing=False))
+    strategy = replace(create, create=None, reuse=f"{directory}/prepared").strategy()
+    heard, logger = Heard(), logging.getLogger("megatron_ckpt_ext")
+    logger.addHandler(heard)
+    objects = []
+    for seed in (2, 3, 4):
+        strategy.preprocess_common = lambda common: {**common, "args": without_rank(common["args"])}
+        with CollectiveCounter() as counter, counter.phase("save") as tally:
+            request = strategy.async_save(
+                as_megatron_does(with_common(seed=seed, differing=differing)), made(directory, seed)
+            )
+            request.execute_sync()
+        objects.append(CollectiveSums.of(tally.counts).objects)
+    logger.removeHandler(heard)
+    published = sum((Path(directory) / f"step_{seed}" / ".metadata").exists() for seed in (2, 3, 4))
+    return heard.texts, objects, published
+
+
+def with_common(*, seed: int, differing: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+    args = Namespace(rank=rank, lr=0.5 if differing and rank == 1 else 0.25, betas=(0.9, 0.99))
+    return {**state(seed), "args": args, "iteration": seed}
+
+
+def without_rank(args: Namespace) -> Namespace:
+    return Namespace(**{name: value for name, value in vars(args).items() if name != "rank"})
+
+
+def as_megatron_does(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Split as ``dist_checkpointing.save`` splits it."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    common = {name: state_dict.pop(name) for name in ("args", "iteration")}
+    state_dict["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
+    return state_dict
+
+
+def made(directory: str, seed: int) -> str:
+    path = Path(directory) / f"step_{seed}"
+    path.mkdir(exist_ok=True)
+    dist.barrier()
+    return str(path)
+
+
+@pytest.mark.parametrize("differing", [False, True])
+def test_a_difference_is_named_once_and_costs_no_checkpoint(ranks: RankPool, tmp_path: Path, differing: bool) -> None:
+    seen = ranks.run(saves_on_rank, str(tmp_path), differing)
+
+    assert [published for _, _, published in seen] == [3, 3]
+    assert [objects for _, objects, _ in seen] == [[1 if differing else 0, 0, 0]] * 2
+    if differing:
+        assert seen[0][0] == [
+            "The common state of the checkpoint differs between ranks, that of rank 0 is saved: "
+            "rank 1 differs in args/lr."
+        ]
+    else:
+        assert seen[0][0] == []
+    assert seen[1][0] == []
+
+
+def test_digests_see_content_and_nothing_else() -> None:
+    one = {"args": Namespace(a=1, b=[torch.arange(3)]), "text": "x", "scheduler": {"lr": 0.1, "step": 3}}
+    again = {"scheduler": {"step": 3, "lr": 0.1}, "text": "x", "args": Namespace(b=[torch.arange(3)], a=1)}
+
+    assert digests_by_key(one) == digests_by_key(again)
+    assert digests_by_key(one).keys() == {"args/a", "args/b", "text", "scheduler/lr", "scheduler/step"}
+    assert 0 <= combined_digest(digests_by_key(one)) < 2**62
+    shared: list[int] = [1]
+    assert digests_by_key({"x": [shared, shared]}) == digests_by_key({"x": [[1], [1]]})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"args": Namespace(a=2)},
+        {"args": Namespace(a=True)},
+        {"args": Namespace(a="1")},
+        {"args": Namespace(a=[1])},
+        {"args": Namespace(a=torch.tensor(1))},
+        {"args": Namespace(b=1)},
+        {},
+    ],
+)
+def test_digests_tell_other_content_apart(other: dict[str, Any]) -> None:
+    one = {"args": Namespace(a=1)}
+    assert combined_digest(digests_by_key(one)) != combined_digest(digests_by_key(other))
