@@ -112,6 +112,8 @@ class SaveCommit:
         return outcome if self._common is None else replace(outcome, digest=self._common.vote())
 
     def _judge(self) -> Outcome:
+        if self._planned.failure is not None:
+            return Outcome(SaveStatus.FAILED, self._planned.failure)
         self._results, failure = retrieve_results(self._writer)
         if failure is not None:
             return Outcome(SaveStatus.FAILED, failure)
@@ -123,14 +125,17 @@ class SaveCommit:
             return Outcome(SaveStatus.DRIFT, str(drift))
         return self._stage(prepared) if self._wrapper.is_coordinator else Outcome(SaveStatus.READY)
 
+    def takes_results_from(self, queue: Any) -> bool:
+        """Whether ``queue`` is where the write function leaves its results; no if this rank writes nothing."""
+        return self._writer is not None and queue is not None and self._writer.results_queue is queue
+
     def take_results_from(self, box: Any) -> None:
         """Take the write results from ``box`` in place of NVRx's queue, which all saves of a process share.
 
         Args:
             box: has ``get_nowait`` as a queue has.
         """
-        if self._writer.results_queue is not None:
-            self._writer.results_queue = box
+        self._writer.results_queue = box
 
     def conclude(self, verdict: Verdict, outcome: Outcome) -> Committed:
         """Publish the save, or make its layout with all ranks, or raise.

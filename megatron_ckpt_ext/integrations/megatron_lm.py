@@ -82,6 +82,7 @@ class Installation:
         from megatron.training import arguments, async_utils, checkpointing, training
 
         from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
+        from megatron_ckpt_ext.integrations.tracker import AtomicTracker, explaining_reader
 
         yield from self._flag_hooks()
         yield arguments, "validate_args", self._checking(arguments.validate_args)
@@ -90,6 +91,8 @@ class Installation:
         yield checkpointing, "TorchDistSaveShardedStrategy", self._strategy
         yield checkpointing, "FullyParallelSaveStrategyWrapper", self._wrapper
         yield checkpointing, "dist_checkpointing", DistCheckpointing(checkpointing.dist_checkpointing)
+        yield checkpointing, "maybe_msc", AtomicTracker(checkpointing.maybe_msc)
+        yield checkpointing, "read_metadata", explaining_reader(checkpointing.read_metadata)
         yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed

@@ -4,8 +4,6 @@ Same place in the flow and same parameters as NVRx's function of that name (plan
 then ``save_state_dict_async_finalize``), plus ``reuse_metadata_obj``.
 """
 
-import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,16 +12,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from megatron_ckpt_ext.compat.dcp import METADATA_FILE, DistWrapper
+from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.guard import Drift
 from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.held import held_in_plan
 from megatron_ckpt_ext.plan.padding import pad_non_tensor_items
-from megatron_ckpt_ext.publish.atomic import remove_file
+from megatron_ckpt_ext.publish.clean import clear_for_save
 
-__all__ = ["PlanResult", "PlannedSave", "save_state_dict_async_plan"]
+__all__ = ["PlanResult", "PlannedSave", "failed_plan", "save_state_dict_async_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +38,8 @@ class PlannedSave:
     """The layout that this save follows, if any."""
     drift: Drift | None
     """First difference between what this rank holds and the prepared metadata."""
+    failure: str | None = None
+    """Why this rank has no plan; its peers have one, so this is a vote like any other."""
 
 
 class PlanResult(NamedTuple):
@@ -66,8 +66,8 @@ def save_state_dict_async_plan(
     """Plan a save and resolve its data.
 
     Called on all ranks; no collectives. A rank that does not match its slice plans as usual, and reports drift when
-    the save is finalized. Without a layout to follow the plans are gathered then, with the write results. The writer
-    removes an older ``.metadata`` of the same directory on the coordinator.
+    the save is finalized. Without a layout to follow the plans are gathered then, with the write results. What an
+    earlier attempt left in the directory is removed, its ``.metadata`` first.
 
     Args:
         state_dict: torch DCP state dict of this rank, flat.
@@ -82,7 +82,7 @@ def save_state_dict_async_plan(
         The positional arguments of ``save_state_dict_async_finalize``.
 
     Raises:
-        ConfigurationError: planner or writer cannot plan locally.
+        ConfigurationError: on every rank: planner or writer cannot plan locally.
     """
     if not (_plans_locally(planner) and _plans_locally(storage_writer)):
         raise ConfigurationError(
@@ -90,8 +90,12 @@ def save_state_dict_async_plan(
             "planner and a writer whose can_run_decentralized_global_plan is true"
         )
     wrapper = DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
-    if wrapper.is_coordinator:
-        _withdraw_older_metadata(storage_writer)
+    clear_for_save(
+        str(storage_writer.checkpoint_id),
+        rank=wrapper.rank,
+        world_size=wrapper.get_world_size(),
+        is_coordinator=wrapper.is_coordinator,
+    )
     local_plan = _local_plan(state_dict, storage_writer, planner, is_coordinator=wrapper.is_coordinator)
     held = held_in_plan(local_plan) if held_items is None else held_items
     prepared = _as_prepared(reuse_metadata_obj, wrapper)
@@ -102,13 +106,19 @@ def save_state_dict_async_plan(
     return PlanResult(storage_writer, planned, wrapper)
 
 
-def _withdraw_older_metadata(storage_writer: Any) -> None:
-    """Overwriting a checkpoint: from now on its ``.metadata`` would describe bytes that are no longer there.
-
-    Where the file cannot be removed it cannot be renamed over either, so the save will fail on all ranks.
-    """
-    with contextlib.suppress(OSError):
-        remove_file(os.path.join(str(storage_writer.checkpoint_id), METADATA_FILE))
+def failed_plan(
+    error: Exception, process_group: dist.ProcessGroup | None, prepared: PreparedMetadata | None
+) -> PlanResult:
+    """Return what takes the place of a plan on a rank that could not make one. No collectives."""
+    planned = PlannedSave(
+        local_plan=SavePlan([]),
+        planner=None,
+        held={},
+        prepared=prepared,
+        drift=None,
+        failure=f"planning failed: {type(error).__name__}: {error}",
+    )
+    return PlanResult(None, planned, DistWrapper(process_group, dist.is_initialized(), 0))
 
 
 def _plans_locally(part: Any) -> bool:

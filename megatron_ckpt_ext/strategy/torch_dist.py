@@ -1,5 +1,6 @@
 """``PreparedSaveStrategy``: Megatron's ``torch_dist`` save strategy, following a prepared metadata."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,16 @@ from megatron_ckpt_ext.compat.mcore import (
     to_pyt_state_dict,
 )
 from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync
+from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
-from megatron_ckpt_ext.plan.async_plan import PlanResult, save_state_dict_async_plan
+from megatron_ckpt_ext.plan.async_plan import PlanResult, failed_plan, save_state_dict_async_plan
 from megatron_ckpt_ext.plan.held import held_in_sharded_state_dict
 from megatron_ckpt_ext.write.nothing import write_nothing
 
 __all__ = ["PreparedSaveStrategy"]
+
+logger = logging.getLogger(__name__)
 
 
 class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron is untyped
@@ -93,10 +97,21 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         """Plan a save and return the request that writes and finalizes it. Called on all ranks; no collectives."""
         if not self.handles(async_strategy):
             return super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
-        common = self._common_state(sharded_state_dict)
+        common = None
+        try:
+            common = self._common_state(sharded_state_dict)
+            result = self._plan(sharded_state_dict, checkpoint_dir)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # the peers have planned: this rank has to vote, not to leave
+            logger.exception("Rank %d cannot plan its part of %s.", dist.get_rank(), checkpoint_dir)
+            result = failed_plan(error, self._process_group, self.prepared)
+        return self._request(result, common)
+
+    def _plan(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> PlanResult:
         held = held_in_sharded_state_dict(sharded_state_dict)
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
-        result = save_state_dict_async_plan(
+        return save_state_dict_async_plan(
             state_dict,
             self._writer(checkpoint_dir),
             self._process_group,
@@ -104,7 +119,6 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             reuse_metadata_obj=self.prepared,
             held_items=held,
         )
-        return self._request(result, common)
 
     def _common_state(self, sharded_state_dict: dict[str, Any]) -> CommonState | None:
         """What Megatron 0.19 stores as one object, the same on every rank; written by rank 0 only."""
@@ -125,7 +139,9 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         )
 
     def _request(self, result: PlanResult, common: CommonState | None) -> AsyncRequest:
-        function, preload, arguments = result.storage_writer.get_save_function_and_args()
+        function, preload, arguments = None, None, []
+        if result.storage_writer is not None:
+            function, preload, arguments = result.storage_writer.get_save_function_and_args()
         commit = SaveCommit(
             *result,
             fingerprint=self._current_fingerprint(),

@@ -1,0 +1,73 @@
+"""Megatron's tracker file: written atomically, and an unreadable one is an error with a way out.
+
+Megatron truncates and writes the file in place, so a crash in between leaves it empty, and the next job then prints a
+line and ends with exit code 0, as if it had finished.
+"""
+
+import io
+import os
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from megatron_ckpt_ext.errors import ConfigurationError
+from megatron_ckpt_ext.publish.atomic import write_file
+from megatron_ckpt_ext.publish.latest import latest_complete_step
+
+__all__ = ["TRACKER_FILE", "AtomicTracker", "explaining_reader"]
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Names the newest checkpoint of a directory."""
+
+
+class AtomicTracker(ModuleType):
+    """Stands in for the module that ``checkpointing`` opens files with; only the tracker is written differently."""
+
+    def __init__(self, real: Any) -> None:
+        """Stand in for ``real``."""
+        super().__init__("maybe_msc")
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        """Find what is not ours in the real module."""
+        return getattr(self._real, name)
+
+    def open(self, path: str, mode: str = "r", *args: Any, **options: Any) -> Any:
+        """Open a file; the tracker appears whole when it is closed."""
+        if mode == "w" and os.path.basename(str(path)) == TRACKER_FILE:
+            return _WholeFile(str(path))
+        return self._real.open(path, mode, *args, **options)
+
+
+class _WholeFile(io.StringIO):
+    """Text that becomes a file when it is closed, unless an exception closes it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            write_file(self._path, [self.getvalue().encode()])
+        super().__exit__(kind, error, trace)
+
+
+def explaining_reader(stock: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wrap ``checkpointing.read_metadata``, which ends the process with exit code 0 on a tracker it cannot read."""
+
+    @wraps(stock)
+    def read_metadata(tracker_filename: str) -> Any:
+        try:
+            return stock(tracker_filename)
+        except SystemExit as exit_:
+            if exit_.code:
+                raise
+            newest = latest_complete_step(os.path.dirname(tracker_filename)).step
+            remedy = "there is no complete checkpoint beside it" if newest is None else f"write {newest} into it"
+            raise ConfigurationError(
+                f"the tracker {tracker_filename} does not hold the number of an iteration: {remedy}, or remove it to "
+                "start anew"
+            ) from exit_
+
+    return read_metadata
