@@ -6,11 +6,13 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format env
+.PHONY: help demo bench test faults lint format env
 
 help:
 	@echo "make demo     three training jobs on two CPU ranks: stock, create, reuse; one table"
+	@echo "make bench    what it costs, and against stock; tables, and JSON and plots in build/bench"
 	@echo "make test     lint, type check and tests"
+	@echo "make faults   kill, stop and starve ranks and writers in every phase of a save; a table (needs root)"
 	@echo "make lint     lint and type check only"
 	@echo "make format   let ruff rewrite the code"
 	@echo "VENV=PATH     the environment to use or to make (now: $(VENV))"
@@ -18,8 +20,16 @@ help:
 demo: env
 	@$(PY) functional_tests/demo.py
 
+bench: env
+	@for name in guard drift_save; do \
+		$(PY) benchmarks/$$name.py --json build/bench/$$name.json --plot build/bench/$$name.png || exit 1; \
+	done
+
 test: lint
 	$(PY) -m pytest -q -m "not slow"
+
+faults: env
+	$(PY) -m pytest -q -s -m slow tests/test_faults.py
 
 lint: env
 	$(PY) -m ruff check .

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ckpt_ext.commit.common_state import CommonState
 from megatron_ckpt_ext.commit.failures import MetadataReuseError, WriteFailedError
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile
-from megatron_ckpt_ext.commit.results import retrieve_results, written_items
+from megatron_ckpt_ext.commit.results import follows, retrieve_results, written_items
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
 from megatron_ckpt_ext.commit.together import commit_together
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
@@ -120,7 +120,9 @@ class SaveCommit:
         prepared = self._planned.prepared
         if prepared is None:
             return Outcome(SaveStatus.DRIFT)
-        drift = self._planned.drift or prepared.layout_drift(written_items(self._results))
+        drift = self._planned.drift
+        if drift is None and not follows(prepared.slice, self._results):
+            drift = prepared.layout_drift(written_items(self._results))
         if drift is not None:
             return Outcome(SaveStatus.DRIFT, str(drift))
         return self._stage(prepared) if self._wrapper.is_coordinator else Outcome(SaveStatus.READY)

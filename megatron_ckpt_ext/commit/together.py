@@ -89,7 +89,7 @@ def commit_together(
             because the rank that used to write it has lost it; or the layout could not be written.
     """
     written = written_items(results)
-    own = Slice(rank=wrapper.rank, locators=written, held=planned.held)
+    own = Slice(rank=wrapper.rank, locators=written, held=planned.held, lengths=planned.lengths)
     prepared = PreparedMetadata.create(own, fingerprint)
     report = _Report(
         plan=planned.local_plan,

@@ -24,10 +24,9 @@ def describe_tensor(dtype: torch.dtype, sizes: Sequence[int], global_sizes: Sequ
 
 def merge_descriptions(pairs: Iterable[tuple[Item, str]]) -> dict[Item, str]:
     """Collect descriptions; an item that occurs more than once (an empty shard beside a full one) keeps all."""
-    merged: dict[Item, str] = {}
-    for item, text in pairs:
-        merged[item] = text if item not in merged else " + ".join(sorted([*merged[item].split(" + "), text]))
-    return merged
+    described = list(pairs)
+    merged = dict(described)
+    return merged if len(merged) == len(described) else _merge_repeated(described)
 
 
 def describe_metadata(metadata: Metadata) -> dict[Item, str]:
@@ -39,7 +38,7 @@ def describe_metadata(metadata: Metadata) -> dict[Item, str]:
 
 def item_of(index: MetadataIndex) -> Item:
     """Return the name of a torch ``MetadataIndex``."""
-    return Item(index.fqn, None if index.offset is None else tuple(index.offset))
+    return Item(index.fqn, index.offset)
 
 
 def locators_of(metadata: Metadata, rank: int) -> dict[Item, Locator]:
@@ -57,6 +56,13 @@ def locators_of(metadata: Metadata, rank: int) -> dict[Item, Locator]:
     if nobodys := [path for path, owner in owners.items() if owner is None]:
         raise PreparedFileError(f"the file name {min(nobodys)!r} does not tell which rank writes it")
     return {item: locator for item, locator in located.items() if owners[locator.path] == rank}
+
+
+def _merge_repeated(described: Iterable[tuple[Item, str]]) -> dict[Item, str]:
+    texts: dict[Item, list[str]] = {}
+    for item, text in described:
+        texts.setdefault(item, []).append(text)
+    return {item: " + ".join(sorted(several)) for item, several in texts.items()}
 
 
 def _describe_entry(fqn: str, entry: object) -> Iterable[tuple[Item, str]]:

@@ -6,7 +6,7 @@ An item is named by its fully qualified name and, for a shard of a tensor, its g
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_ckpt_ext.errors import PreparedFileError
@@ -56,6 +56,8 @@ class Slice:
     """Every item that lies in this rank's files."""
     held: Mapping[Item, str] | None
     """Description of every item the rank holds, written by it or not; ``None`` where the file does not say."""
+    lengths: Mapping[Item, int] = field(default_factory=dict, compare=False)
+    """Bare length of each non-tensor item when the layout was made; the rest of its place is head room."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; ``from_json`` is the inverse."""
@@ -64,6 +66,7 @@ class Slice:
             "rank": self.rank,
             "locators": [[i.fqn, i.offset, *locator] for i, locator in self.locators.items()],
             "held": held,
+            "lengths": [[i.fqn, length] for i, length in self.lengths.items()],
         }
 
     @classmethod
@@ -82,6 +85,7 @@ class Slice:
                     for fqn, offset, path, start, length in data["locators"]
                 },
                 held=None if held is None else {_item(fqn, offset): str(text) for fqn, offset, text in held},
+                lengths={_item(fqn, None): int(length) for fqn, length in data.get("lengths", ())},
             )
         except PreparedFileError:
             raise

@@ -1,1 +1,1 @@
-"""Deciding what each rank writes: from the prepared metadata without collectives, or together."""
+"""Deciding what this rank writes. No collectives."""

@@ -5,7 +5,7 @@ then ``save_state_dict_async_finalize``), plus ``reuse_metadata_obj``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -38,6 +38,8 @@ class PlannedSave:
     """The layout that this save follows, if any."""
     drift: Drift | None
     """First difference between what this rank holds and the prepared metadata."""
+    lengths: Mapping[Item, int] = field(default_factory=dict)
+    """Bare length of each non-tensor item that this rank writes, in bytes."""
     failure: str | None = None
     """Why this rank has no plan; its peers have one, so this is a vote like any other."""
 
@@ -100,9 +102,11 @@ def save_state_dict_async_plan(
     held = held_in_plan(local_plan) if held_items is None else held_items
     prepared = _as_prepared(reuse_metadata_obj, wrapper)
     _resolve_data(local_plan, storage_writer, planner)
-    pad_non_tensor_items(storage_writer, prepared)
+    lengths = pad_non_tensor_items(storage_writer, prepared)
     drift = None if prepared is None else prepared.held_drift(held)
-    planned = PlannedSave(local_plan=local_plan, planner=planner, held=held, prepared=prepared, drift=drift)
+    planned = PlannedSave(
+        local_plan=local_plan, planner=planner, held=held, prepared=prepared, drift=drift, lengths=lengths
+    )
     return PlanResult(storage_writer, planned, wrapper)
 
 

@@ -1,6 +1,7 @@
 """Describing everything a rank holds, written by it or not, at the start of a save. No collectives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -18,12 +19,7 @@ def held_in_sharded_state_dict(sharded_state_dict: Mapping[str, Any]) -> dict[It
     Replica ids are left out: the save distribution rewrites them, and who writes a shard is the layout's
     business.
     """
-    described = (
-        _describe(entry)
-        for entry in nested_values(sharded_state_dict)
-        if isinstance(entry, ShardedTensor | ShardedObject)
-    )
-    return merge_descriptions(described)
+    return merge_descriptions(_described(nested_values(sharded_state_dict)))
 
 
 def held_in_plan(plan: SavePlan) -> dict[Item, str]:
@@ -41,11 +37,16 @@ def held_in_plan(plan: SavePlan) -> dict[Item, str]:
     )
 
 
-def _describe(entry: Any) -> tuple[Item, str]:
-    if isinstance(entry, ShardedObject):
-        return Item(entry.unique_key, None), OBJECT
-    sizes = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
-    return (
-        Item(entry.key, tuple(entry.global_offset)),
-        describe_tensor(entry.dtype, sizes, entry.global_shape),
-    )
+def _described(entries: Iterable[Any]) -> Iterator[tuple[Item, str]]:
+    describe = cache(_describe_shard)  # the layers of a model repeat their shapes
+    for entry in entries:
+        if isinstance(entry, ShardedTensor):
+            item = Item(entry.key, tuple(entry.global_offset))
+            shapes = tuple(entry.local_shape), tuple(entry.global_shape)
+            yield item, describe(entry.dtype, entry.prepend_axis_num, *shapes)
+        elif isinstance(entry, ShardedObject):
+            yield Item(entry.unique_key, None), OBJECT
+
+
+def _describe_shard(dtype: Any, prepended: int, local_shape: tuple[int, ...], global_shape: tuple[int, ...]) -> str:
+    return describe_tensor(dtype, (1,) * prepended + local_shape, global_shape)

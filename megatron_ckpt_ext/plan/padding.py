@@ -12,7 +12,7 @@ from megatron_ckpt_ext.metadata.slots import padded, slot_size
 __all__ = ["pad_non_tensor_items"]
 
 
-def pad_non_tensor_items(storage_writer: Any, prepared: PreparedMetadata | None) -> None:
+def pad_non_tensor_items(storage_writer: Any, prepared: PreparedMetadata | None) -> dict[Item, int]:
     """Pad in place what the writer is about to write.
 
     An item that the layout knows fills its slot there. A new one, or one that outgrew its slot, gets a new slot with
@@ -21,10 +21,17 @@ def pad_non_tensor_items(storage_writer: Any, prepared: PreparedMetadata | None)
     Args:
         storage_writer: NVRx ``FileSystemWriterAsync`` after ``prepare_write_data``.
         prepared: the layout that the save follows; ``None`` if it makes a new one.
+
+    Returns:
+        Item -> its bare length in bytes; what is missing to its slot is head room.
     """
     items, data = non_tensor_items(storage_writer)
+    lengths = {}
     for number, (write, stream) in enumerate(zip(items, data, strict=True)):
-        data[number] = io.BytesIO(_in_slot(bytes(stream.getbuffer()), item_of(write.index), prepared))
+        item, archive = item_of(write.index), bytes(stream.getbuffer())
+        lengths[item] = len(archive)
+        data[number] = io.BytesIO(_in_slot(archive, item, prepared))
+    return lengths
 
 
 def _in_slot(archive: bytes, item: Item, prepared: PreparedMetadata | None) -> bytes:
