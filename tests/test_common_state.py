@@ -44,6 +44,7 @@ def saves_on_rank(directory: str, differing: bool) -> tuple[list[str], list[int]
             request.execute_sync()
         objects.append(CollectiveSums.of(tally.counts).objects)
     logger.removeHandler(heard)
+    dist.barrier()  # rank 0 publishes after the vote, on which nobody waits
     published = sum((Path(directory) / f"step_{seed}" / ".metadata").exists() for seed in (2, 3, 4))
     return heard.texts, objects, published
 

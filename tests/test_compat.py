@@ -1,20 +1,16 @@
 """Foreign names that ``compat`` relies on: one test fails when one of them moves or changes its meaning.
 
-Elsewhere: ``compat.c10d`` in ``test_collectives.py``, ``compat.emulated`` in ``test_emulation.py``,
-``compat.megatron_wheel`` in ``test_launcher.py``, Megatron's arguments in ``test_fingerprint.py``, the number and order
-of finalizers and collectives in ``test_save_collectives.py``.
+Elsewhere: ``compat.megatron_training`` in ``test_compat_training.py``, ``compat.c10d`` in ``test_collectives.py``,
+``compat.emulated`` in ``test_emulation.py``, ``compat.megatron_wheel`` in ``test_launcher.py``, Megatron's arguments in
+``test_fingerprint.py``, the number and order of finalizers and collectives in ``test_save_collectives.py``.
 """
 
-import dis
 import inspect
 import io
 import pickle
 import queue
-from argparse import Namespace
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -30,9 +26,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from workload import Job, StateDict, save, state
 
 from megatron_ckpt_ext.commit.results import retrieve_results
-from megatron_ckpt_ext.compat import dcp, mcore, megatron_training, nvrx
+from megatron_ckpt_ext.compat import dcp, mcore, nvrx
 from megatron_ckpt_ext.emulation import CpuEmulation
-from megatron_ckpt_ext.integrations.megatron_lm import Installation
 from megatron_ckpt_ext.metadata.items import describe_metadata
 from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.pickled import load_metadata
@@ -223,11 +218,43 @@ def test_our_strategy_is_called_like_the_stock_one() -> None:
     assert attributes | {"use_cached_ckpt_structure"} <= vars(stock()).keys()
 
 
-def test_megatrons_save_takes_subclasses_and_appends_one_finalizer() -> None:
+def finalizers_on_rank(directory: str) -> list[tuple[str, bool, bool]]:
+    """Type of each finalizer, and what we take it for."""
+    strategy = Job(directory=directory, create=f"{directory}/prepared.metadata").strategy()
+    request = dist_checkpointing.save(
+        {"weight": torch.ones(1)}, directory, strategy, async_sharded_save=True, verify_integrity=True
+    )
+    return [
+        (type(each).__name__, mcore.writes_metadata_json(each), mcore.is_collective_finalizer(each))
+        for each in request.finalize_fns
+    ]
+
+
+def test_finalizers_are_what_we_take_them_for(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run(finalizers_on_rank, str(tmp_path), world_size=1)
+
+    assert found == [("SaveCommit", False, False), ("function", True, False), ("function", False, True)]
+
+
+def test_the_side_file_is_megatrons(both: Path) -> None:
+    strategy = mcore.TorchDistSaveShardedStrategy()
+
+    assert (
+        mcore.metadata_json(strategy.backend, strategy.version) == (both / "stock" / mcore.METADATA_JSON).read_bytes()
+    )
+
+
+def test_what_is_not_sharded_is_one_item_of_the_state_dict(both: Path) -> None:
+    assert f"{mcore.COMMON_STATE}/shard_0_1" in FileSystemReader(both / "stock").read_metadata().state_dict_metadata
+    assert f'sharded_state_dict["{mcore.COMMON_STATE}"] = ShardedObject(' in inspect.getsource(dist_checkpointing.save)
+
+
+def test_megatrons_save_takes_subclasses() -> None:
     parameters = inspect.signature(dist_checkpointing.save).parameters
 
     assert issubclass(PreparedSaveStrategy, mcore.TorchDistSaveShardedStrategy)
-    assert {"validate_access_integrity", "async_sharded_save", "async_strategy"} <= parameters.keys()
+    used = {"sharded_strategy", "validate_access_integrity", "async_sharded_save", "async_strategy"}
+    assert used | {"preprocess_common_before_consistancy_check"} <= parameters.keys()
     assert parameters["async_strategy"].default == "nvrx"
 
 
@@ -238,11 +265,58 @@ def test_a_request_has_the_fields_we_fill() -> None:
     fields = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn", "is_frozen", "call_idx")
 
     assert nvrx.AsyncRequest._fields == fields
-    assert list(inspect.signature(nvrx.stock_finalize).parameters) == [
-        "storage_writer",
-        "global_metadata",
-        "dist_wrapper",
-    ]
+
+
+def test_what_runs_before_shared_buffers_are_used_again_can_be_set() -> None:
+    def drain() -> None:
+        raise AssertionError
+
+    nvrx.set_drain(drain)
+    try:
+        assert nvrx.FileSystemWriterAsync._shm_drain_callback is drain
+    finally:
+        nvrx.set_drain(None)
+    assert nvrx.FileSystemWriterAsync._shm_drain_callback is None
+    assert "_shm_drain_callback()" in inspect.getsource(nvrx.FileSystemWriterAsync)
+
+
+def test_what_was_sent_to_a_writer_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = nvrx.FileSystemWriterAsync
+    caches = ("_shm_tensor_cache", "_cached_identifiers", "_cached_tensor_data_ptrs")
+    for name in caches:
+        sent: Any = {"sent": "tensor"}
+        monkeypatch.setattr(writer, name, sent if isinstance(getattr(writer, name), dict) else set(sent))
+
+    nvrx.forget_what_the_writer_has()
+
+    assert [name for name in caches if getattr(writer, name)] == []
+
+
+def test_a_writer_process_gets_its_priorities_by_name() -> None:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import _set_process_qos
+
+    assert list(inspect.signature(_set_process_qos).parameters) == ["cpu_priority", "io_priority"]
+
+
+class AbortedQueue:
+    """A queue that is not of NVRx's class."""
+
+    def __init__(self) -> None:
+        self.aborted: list[bool] = []
+
+    def close(self, abort: bool = False) -> None:
+        self.aborted.append(abort)
+
+
+def test_an_in_process_restart_finds_a_queue_that_joined() -> None:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import abort_nvrx_checkpoint
+
+    queue = AbortedQueue()
+    nvrx.join_instances(queue)
+
+    abort_nvrx_checkpoint()
+
+    assert queue.aborted == [True]
 
 
 def writer_on_rank(directory: str) -> None:
@@ -287,80 +361,3 @@ def test_a_missing_result_is_a_failure_in_one_sentence(tmp_path: Path) -> None:
 
     writer.results_queue.put(OSError("disk full"))
     assert retrieve_results(writer) == ([], "Worker failure: disk full")
-
-
-# compat.megatron_training and what integrations.megatron_lm replaces
-
-
-def globals_read(code: CodeType) -> Iterator[str]:
-    """Names that a function, or one inside it, looks up in its module each time it runs."""
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from globals_read(constant)
-
-
-LOOK_UPS = [
-    ("arguments", "add_megatron_arguments", "parse_args"),
-    ("arguments", "validate_args", "parse_and_validate_args"),
-    ("training", "initialize_megatron", "pretrain"),
-    ("training", "save_checkpoint", "save_checkpoint_and_time"),
-    ("training", "maybe_finalize_async_save", "train"),
-    ("training", "maybe_finalize_async_save", "pretrain"),
-    ("checkpointing", "TorchDistSaveShardedStrategy", "save_checkpoint"),
-    ("checkpointing", "schedule_async_save", "save_checkpoint"),
-]
-"""Module of megatron.training, name in it that is replaced, and a function that looks it up."""
-
-
-@pytest.mark.parametrize(("module", "name", "user"), LOOK_UPS)
-def test_a_replaced_name_is_looked_up_when_it_is_used(module: str, name: str, user: str) -> None:
-    owner: ModuleType = import_module(f"megatron.training.{module}")
-
-    function = inspect.unwrap(getattr(owner, user))
-    assert function.__globals__ is vars(owner)
-    assert name in globals_read(function.__code__)
-
-
-def test_everything_that_is_replaced_is_tried_above() -> None:
-    installation = Installation()
-    installation.close()
-
-    tried = {f"megatron.training.{module}.{name}" for module, name, _ in LOOK_UPS}
-    passed_on = {"megatron.training.checkpointing.save_checkpoint"}  # for scripts that import it from there
-    assert set(installation.hooks) == tried | passed_on
-
-
-@pytest.mark.parametrize("reshardable", [True, False])
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("layer_wise", [True, False])
-def test_optimizer_sharding_is_what_megatron_decides(reshardable: bool, distributed: bool, layer_wise: bool) -> None:
-    from megatron.training.checkpointing import _build_sharded_state_dict_metadata
-
-    args = Namespace(
-        use_distributed_optimizer=distributed,
-        use_layer_wise_distributed_optimizer=layer_wise,
-        dist_ckpt_optim_fully_reshardable=reshardable,
-        distrib_optim_fully_reshardable_mem_efficient=False,
-        ckpt_format="torch_dist",
-    )
-
-    decided = _build_sharded_state_dict_metadata(args, dp_cp_group=object())
-    assert megatron_training._optimizer_sharding(args) == decided.get("distrib_optim_sharding_type", "none")
-
-
-@pytest.mark.parametrize("constant", [True, False])
-def test_workers_are_used_with_a_constant_structure_only(constant: bool) -> None:
-    """Megatron sets them on the strategy under that condition, nowhere else."""
-    from megatron.training.checkpointing import save_checkpoint
-
-    args = Namespace(dist_ckpt_workers=4, ckpt_assume_constant_structure=constant)
-    assert megatron_training.workers_per_rank(args) == (4 if constant else 1)
-    source = " ".join(inspect.getsource(inspect.unwrap(save_checkpoint)).split())
-    condition = "if args.ckpt_assume_constant_structure and args.ckpt_format == 'torch_dist':"
-    assert "thread_count = args.dist_ckpt_workers" in source.split(condition)[1]
-    assert "thread_count" not in source.split(condition)[0]
-
-
-def test_the_installed_versions_are_supported() -> None:
-    assert megatron_training.unsupported_reason() is None

@@ -24,6 +24,11 @@ REFUSED = [
     ({"save": None}, "--save", "add --save DIRECTORY"),
     ({"save": ""}, "--save", "add --save DIRECTORY"),
     ({"enable_msc": True}, "--enable-msc", "leave one of them out"),
+    *(
+        ({"ckpt_save_timeout": seconds}, f"--ckpt-save-timeout {seconds:g} ", "the longest pause of your storage")
+        for seconds in (0.0, -1.0, float("nan"), float("inf"), 365 * 86400.0)
+    ),
+    ({"ckpt_metadata": None, "ckpt_save_timeout": 0.0}, "--ckpt-save-timeout 0 ", "the longest pause of your storage"),
 ]
 
 
@@ -57,14 +62,34 @@ def test_a_job_without_prepared_metadata_may_do_anything(change: dict[str, Any])
     CkptExtConfig(**{**VALID, **change, "ckpt_metadata": None})
 
 
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({}, False),
+        ({"async_save": True, "save": "checkpoints", "ckpt_events": "E"}, False),
+        ({"ckpt_save_timeout": 60.0}, True),
+        (VALID, True),
+        ({**VALID, "ckpt_save_timeout": 60.0}, True),
+    ],
+    ids=["nothing", "events", "timeout", "metadata", "both"],
+)
+def test_our_queue_is_in_charge_where_metadata_or_a_timeout_is_asked_for(given: dict[str, Any], ours: bool) -> None:
+    assert CkptExtConfig(**given).owns_queue is ours
+
+
 def test_a_plain_parser_needs_no_flags_of_megatron() -> None:
     parser = add_ckpt_ext_args(ArgumentParser())
     parser.add_argument("--save")
 
-    args = parser.parse_args(["--async-save", "--ckpt-metadata", "prepared", "--save", "checkpoints"])
+    words = ["--async-save", "--ckpt-metadata", "prepared", "--save", "checkpoints"]
 
-    assert CkptExtConfig.from_args(args) == CkptExtConfig(**VALID)
+    assert CkptExtConfig.from_args(parser.parse_args(words)) == CkptExtConfig(**VALID)
+    more = ["--ckpt-metadata-create", "--ckpt-metadata-on-drift", "fail", "--ckpt-save-timeout", "60"]
+    assert CkptExtConfig.from_args(parser.parse_args(words + more)) == CkptExtConfig(
+        **VALID, ckpt_metadata_create=True, ckpt_metadata_on_drift="fail", ckpt_save_timeout=60.0
+    )
     assert CkptExtConfig.from_args(Namespace()) == CkptExtConfig()
+    assert CkptExtConfig().ckpt_metadata_on_drift == "rebuild"
 
 
 def _config_on_rank(command_line: list[str]) -> CkptExtConfig | str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ranks import RankPool
 from torch.distributed.checkpoint.metadata import Metadata
-from workload import Job, checkpoint_values, same, save_series_on_rank
+from workload import Job, assert_holds, save_series_on_rank
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -21,9 +21,9 @@ def test_round_trip(ranks: RankPool, tmp_path: Path, world_size: int, workers: i
     held_later = ranks.run(save_series_on_rank, reuse, [3, 4], world_size=world_size)
 
     for number, seed in enumerate([1, 2]):
-        _assert_holds(tmp_path / f"step_{seed}", [rank[number] for rank in held])
+        assert_holds(tmp_path / f"step_{seed}", [rank[number] for rank in held])
     for number, seed in enumerate([3, 4]):
-        _assert_holds(tmp_path / f"step_{seed}", [rank[number] for rank in held_later])
+        assert_holds(tmp_path / f"step_{seed}", [rank[number] for rank in held_later])
 
 
 def test_the_prepared_file_is_a_complete_metadata_for_plain_pickle(ranks: RankPool, tmp_path: Path) -> None:
@@ -49,11 +49,3 @@ def test_two_saves_differ_in_storage_meta_only(ranks: RankPool, tmp_path: Path) 
     assert first.storage_meta.save_id != second.storage_meta.save_id
     assert first.storage_data == second.storage_data
     assert first.state_dict_metadata == second.state_dict_metadata
-
-
-def _assert_holds(directory: Path, held_by_rank: list[dict[str, object]]) -> None:
-    found = checkpoint_values(str(directory))
-    expected = {key: value for held in held_by_rank for key, value in held.items()}
-    assert found.keys() - {"common_state/shard_0_1"} == expected.keys()
-    assert [key for key, value in expected.items() if not same(found[key], value)] == []
-    assert [path.name for path in directory.iterdir() if path.name.endswith(".tmp")] == []

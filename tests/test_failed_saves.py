@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from workload import Job, StateDict, save, save_series_on_rank, state
 
+from megatron_ckpt_ext.collectives import CollectiveCounter
+from megatron_ckpt_ext.commit.commit import OnDrift
 from megatron_ckpt_ext.commit.failures import MetadataReuseError, SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.commit.finalize import save_state_dict_async_finalize
 from megatron_ckpt_ext.compat.mcore import save_planner, to_pyt_state_dict
@@ -209,7 +211,7 @@ def test_a_coordinator_without_the_layout_votes_failed(ranks: RankPool, tmp_path
 
 def overwrite_on_rank(job: Job) -> Failure:
     """A complete checkpoint is overwritten by a save that drifts."""
-    strategy = job.strategy()
+    strategy = replace(job, extra={"on_drift": OnDrift.FAIL}).strategy()
     directory = str(Path(job.directory) / "again")
     save(strategy, directory, state(1))
     changed = state(2)
@@ -260,7 +262,7 @@ def planned(directory: str, state_dict: StateDict, reuse: Any = None) -> PlanRes
     )
 
 
-def through_functions(directory: str, state_dict: StateDict, **how: Any) -> PreparedMetadata | None:
+def through_functions(directory: str, state_dict: StateDict, **how: Any) -> PreparedMetadata:
     """Save through the public functions, without a strategy."""
     result = planned(directory, state_dict, how.get("reuse_metadata_obj"))
     function, preload, arguments = result.storage_writer.get_save_function_and_args()
@@ -269,30 +271,46 @@ def through_functions(directory: str, state_dict: StateDict, **how: Any) -> Prep
     return save_state_dict_async_finalize(*result, **how)
 
 
-def reuse_in_memory_on_rank(directory: str) -> tuple[bool, bool, Failure]:
-    """Create through the functions, reuse the published ``Metadata`` as it is in memory, then drift from it."""
+def reuse_in_memory_on_rank(directory: str) -> tuple[list[PreparedMetadata], Failure]:
+    """Create through the functions, reuse the published ``Metadata`` as it is in memory, then drift from it twice."""
     file = f"{directory}/prepared.metadata"
     made = through_functions(f"{directory}/created", state(1), create_metadata_path=file)
     dist.barrier()
     plain = FileSystemReader(f"{directory}/created").read_metadata()
     followed = through_functions(f"{directory}/reused", state(2), reuse_metadata_obj=plain)
-    changed = state(3)
+    failure = failure_of(
+        lambda: through_functions(f"{directory}/bad", added(3), reuse_metadata_obj=plain, on_drift=OnDrift.FAIL)
+    )
+    rebuilt = through_functions(f"{directory}/rebuilt", added(4), reuse_metadata_obj=plain)
+    again = through_functions(f"{directory}/again", added(5), reuse_metadata_obj=rebuilt, on_drift=OnDrift.FAIL)
+    old = through_functions(f"{directory}/good", state(6), reuse_metadata_obj=made)
+    return [made, followed, rebuilt, again, old], failure
+
+
+def added(seed: int) -> StateDict:
+    changed = state(seed)
     changed["added"] = replace(changed["settings"], key="added")
-    failure = failure_of(lambda: through_functions(f"{directory}/bad", changed, reuse_metadata_obj=plain))
-    through_functions(f"{directory}/good", state(4), reuse_metadata_obj=made)
-    return made is not None and made.slice.rank == dist.get_rank(), followed is not None, failure
+    return changed
 
 
 def test_a_plain_metadata_in_memory_is_reused_through_the_functions(ranks: RankPool, tmp_path: Path) -> None:
     seen = ranks.run(reuse_in_memory_on_rank, str(tmp_path))
 
-    assert [(made, followed) for made, followed, _ in seen] == [(True, True)] * 2
-    failure = the_failure([failure for _, _, failure in seen])
+    for rank, ((made, followed, rebuilt, again, old), _) in enumerate(seen):
+        assert [each.slice.rank for each in (made, followed, rebuilt)] == [rank] * 3
+        assert [each.body is not None for each in (made, followed, rebuilt)] == [rank == 0] * 3
+        assert again == rebuilt
+        assert old == made
+    failure = the_failure([failure for _, failure in seen])
     assert failure.error == MetadataReuseError.__name__
     assert failure.causes == {0: "added/shard_0_1 does not match the prepared metadata: prepared nothing, found object"}
-    layouts = [FileSystemReader(tmp_path / name).read_metadata() for name in ("created", "reused", "good")]
-    assert layouts[0].storage_data == layouts[1].storage_data == layouts[2].storage_data
     assert published(tmp_path / "bad") == []
+    names = ("created", "reused", "good", "rebuilt", "again")
+    layouts = {name: FileSystemReader(tmp_path / name).read_metadata() for name in names}
+    assert layouts["created"].storage_data == layouts["reused"].storage_data == layouts["good"].storage_data
+    assert layouts["rebuilt"].storage_data == layouts["again"].storage_data
+    more = layouts["rebuilt"].state_dict_metadata.keys() - layouts["created"].state_dict_metadata.keys()
+    assert more == {"added/shard_0_1"}
 
 
 def misuse_on_rank(directory: str) -> list[str]:
@@ -300,14 +318,14 @@ def misuse_on_rank(directory: str) -> list[str]:
     alone = planned(f"{directory}/alone", state(1))
     file = f"{directory}/prepared.metadata"
     made = through_functions(f"{directory}/created", state(1), create_metadata_path=file)
-    following = planned(f"{directory}/following", state(1), made)
-    attempts: list[tuple[PlanResult, dict[str, Any]]] = [
-        (alone, {"reuse_metadata_obj": made, "create_metadata_path": file}),
-        (alone, {"reuse_metadata_obj": made}),
-        (following, {}),
-        (following, {"create_metadata_path": file}),
+    attempts: list[dict[str, Any]] = [
+        {"reuse_metadata_obj": made, "create_metadata_path": file},
+        {"reuse_metadata_obj": made},
     ]
-    return [message_of(result, **how) for result, how in attempts]
+    with CollectiveCounter() as counter:
+        messages = [message_of(alone, **how) for how in attempts]
+    assert counter.totals() == {}
+    return messages
 
 
 def message_of(result: PlanResult, **how: Any) -> str:
@@ -322,11 +340,9 @@ def test_finalizing_what_was_not_planned_is_a_value_error_everywhere(ranks: Rank
     first, second = ranks.run(misuse_on_rank, str(tmp_path), timeout=20)
 
     assert first == second
-    both, unplanned, forgotten, forgotten_for_create = first
+    both, unplanned = first
     assert "both given" in both
     assert "not to save_state_dict_async_plan" in unplanned
-    assert "not to finalize" in forgotten
-    assert "not to finalize" in forgotten_for_create
 
 
 def test_a_strategy_reuses_or_creates() -> None:

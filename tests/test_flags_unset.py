@@ -33,7 +33,6 @@ def files_of(directory: Path) -> dict[str, bytes | Metadata]:
 
 
 def without_ids(data: bytes) -> Metadata:
-    metadata = pickle.loads(data)
+    metadata: Metadata = pickle.loads(data)
     assert isinstance(metadata.storage_meta, StorageMeta)
-    metadata = replace(metadata, storage_meta=None)
-    return metadata
+    return replace(metadata, storage_meta=None)

@@ -48,20 +48,25 @@ ROWS = (
     ),
     Row(name="publish.atomic", why="Makes files appear and go; it does not know what is in them."),
     Row(
+        name="publish.clean",
+        may=("compat", "metadata", "publish.atomic"),
+        why="Makes room for a save by what file names tell; it opens nothing.",
+    ),
+    Row(
         name="publish",
-        may=("compat", "errors", "metadata", "publish.atomic"),
+        may=("compat", "errors", "metadata"),
         why="Judges what is complete by what its metadata says; it reads, and no save waits for it.",
     ),
     Row(name="write", may=("compat", "errors"), why="Runs in another process, so it takes as little along as it can."),
     Row(
         name="plan",
-        may=("compat", "errors", "metadata", "publish.atomic"),
-        why="Starts a save; of publishing it only takes back what an overwritten checkpoint had published.",
+        may=("compat", "errors", "metadata", "publish.clean"),
+        why="Starts a save; of publishing it only takes back what an earlier save had left in the directory.",
     ),
     Row(
         name="commit",
-        may=("compat", "errors", "metadata", "plan", "publish.atomic"),
-        why="Ends what the plan began, so it reads the plan's result.",
+        may=("compat", "errors", "metadata", "plan", "publish.atomic", "write"),
+        why="Ends what the plan began and the writer wrote, so it reads the result of both; its queue owns the writer.",
     ),
     Row(
         name="strategy",
@@ -81,7 +86,7 @@ ROWS = (
     ),
     Row(
         name="launch",
-        may=("arguments", "compat", "emulation", "errors", "integrations"),
+        may=("compat", "emulation", "errors", "integrations"),
         why="A rank of a job: it installs, then runs the user's script.",
     ),
     Row(name="__init__", may=("*",), why="The public names, each imported when it is asked for."),

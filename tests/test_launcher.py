@@ -260,6 +260,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> dict[int, str]:
     return {int(iteration): loss for iteration, loss in lines}
 
 
+@pytest.mark.slow  # the everyday jobs of test_flags_unset.py and test_megatron_jobs.py run this recipe and script too
 @needs_no_cuda
 def test_megatron_trains_and_saves_asynchronously_on_two_ranks(tmp_path: Path) -> None:
     job = ["--cpu", "--nproc", 2, "--recipe", RECIPE, SCRIPT, "--train-iters", 4]

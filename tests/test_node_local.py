@@ -3,10 +3,9 @@
 A relative FILE and a working directory for each rank make that; the checkpoints themselves are shared, as always.
 """
 
-import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import RankPool
-from workload import Job, checkpoint_values, save, state, values
+from workload import Job, checkpoint_values, heard, save, state, values
 
 from megatron_ckpt_ext.collectives import CollectiveCounter
 from megatron_ckpt_ext.commit.prepared_file import distribute_file
@@ -34,29 +33,11 @@ class Node:
     values: dict[str, Any]
 
 
-class Warnings(logging.Handler):
-    """Keeps what the package warns about."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
-def on_node(directory: Path) -> Iterator[Warnings]:
+def on_node(directory: Path) -> Iterator[list[str]]:
     """Work in the directory of one node, and hear the package's warnings."""
-    before = Path.cwd()
-    warnings = Warnings()
-    logging.getLogger("megatron_ckpt_ext").addHandler(warnings)
-    os.chdir(directory)
-    try:
+    with chdir(directory), heard() as warnings:
         yield warnings
-    finally:
-        os.chdir(before)
-        logging.getLogger("megatron_ckpt_ext").removeHandler(warnings)
 
 
 def save_on_node(job: Job, nodes: list[str]) -> Node:
@@ -68,7 +49,7 @@ def save_on_node(job: Job, nodes: list[str]) -> Node:
         with counter.phase("save") as tally:
             save(job.strategy(), job.directory, state_dict)
     files = {path.name: path.read_bytes() for path in node.iterdir() if path.is_file()}
-    return Node(files=files, warnings=warnings.messages, collectives=tally.counts, values=kept)
+    return Node(files=files, warnings=warnings, collectives=tally.counts, values=kept)
 
 
 def directories(parent: Path, *names: str) -> list[str]:

@@ -15,15 +15,6 @@ import megatron_ckpt_ext
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ["LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"]
 FOLDERS = ["arguments", "megatron_ckpt_ext"]
-PUBLIC = [
-    "PreparedMetadata",
-    "PreparedSaveStrategy",
-    "install",
-    "latest_complete_step",
-    "save_state_dict_async_finalize",
-    "save_state_dict_async_plan",
-    "verify_checkpoint",
-]
 
 
 def run_python(*arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
@@ -107,15 +98,3 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
         "print(*sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'numpy', 'megatron'}))"
     )
     assert run_python("-c", script, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}).split() == []
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_is_there(name: str) -> None:
-    assert name in megatron_ckpt_ext.__all__
-    assert name in dir(megatron_ckpt_ext)
-    assert getattr(megatron_ckpt_ext, name).__name__ == name
-
-
-def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing_of_the_kind'"):
-        getattr(megatron_ckpt_ext, "nothing_of_the_kind")  # noqa: B009

@@ -1,6 +1,7 @@
 """Prepared files that lost or changed bytes: refused by every rank that reads the part in question, and named."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_a_flipped_bit_in_the_part_of_another_rank_changes_nothing(sound_file: P
     position = data.draw(st.sampled_from([parts.sections[2], parts.entries[2], parts.body]).flatmap(st.sampled_from))
     flipped = written(sound_file.with_name("other"), _flipped(content, position, data.draw(st.integers(0, 7))))
 
-    assert PreparedMetadata.load(flipped, 1, RANKS) == PreparedMetadata.load(str(sound_file), 1, RANKS)
+    sound = PreparedMetadata.load(str(sound_file), 1, RANKS)
+    assert PreparedMetadata.load(flipped, 1, RANKS) == replace(sound, path=flipped)
 
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:

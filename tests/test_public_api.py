@@ -16,14 +16,18 @@ CALLS = {
     "PreparedMetadata.from_metadata": "metadata rank coordinator",
     "PreparedMetadata.create": "own fingerprint metadata",
     "PreparedSaveStrategy": (
-        "args prepared_metadata ckpt_metadata_create_path fingerprint process_group on_create kwargs"
+        "args prepared_metadata ckpt_metadata_create_path on_drift fingerprint process_group on_commit kwargs"
     ),
     "save_state_dict_async_plan": (
         "state_dict storage_writer process_group coordinator_rank planner reuse_metadata_obj held_items"
     ),
     "save_state_dict_async_finalize": (
-        "storage_writer global_metadata dist_wrapper reuse_metadata_obj create_metadata_path fingerprint"
+        "storage_writer global_metadata dist_wrapper reuse_metadata_obj create_metadata_path fingerprint on_drift"
     ),
+    "AsyncSaveQueue": "settings timeout start_writer",
+    "SaveFailedError": "causes",
+    "WriteFailedError": "causes",
+    "MetadataReuseError": "causes",
     "verify_checkpoint": "path",
     "latest_complete_step": "directory",
     "arguments.add_ckpt_ext_args": "parser",
@@ -47,8 +51,14 @@ def test_a_public_name_is_called_as_before(name: str) -> None:
 def test_every_public_name_is_listed_and_reachable() -> None:
     assert {name.split(".")[0] for name in CALLS} - {"arguments"} == set(megatron_ckpt_ext.__all__)
     for name in megatron_ckpt_ext.__all__:
+        assert name in dir(megatron_ckpt_ext)
         assert getattr(megatron_ckpt_ext, name).__name__ == name
         assert inspect.getdoc(getattr(megatron_ckpt_ext, name))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing_of_the_kind'"):
+        getattr(megatron_ckpt_ext, "nothing_of_the_kind")  # noqa: B009
 
 
 def test_a_prepared_metadata_shows_its_fingerprint_and_slice() -> None:

@@ -92,11 +92,11 @@ def series_on_rank(directory: str, steps: list[int], pad: bool) -> tuple[list[st
     """Save one checkpoint a step with one strategy; return how each went, how often a bare length moved, and errors."""
     outcomes: list[Committed] = []
     moved = random.Random(7)
-    if not pad:
-        async_plan.pad_non_tensor_items = lambda *_: None
-    try:
-        job = Job(directory=directory, create=f"{directory}/prepared", extra={"on_commit": outcomes.append})
-        strategy, wrong, lengths = job.strategy(), [], []
+    job = Job(directory=directory, create=f"{directory}/prepared", extra={"on_commit": outcomes.append})
+    strategy, wrong, lengths = job.strategy(), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        if not pad:
+            patch.setattr(async_plan, "pad_non_tensor_items", lambda *_: None)
         for number, step in enumerate(steps):
             state = moving_items(step, moved)
             lengths.append([len(archive([state[name].data])) for name in ("groups", "rng", "extra")])
@@ -106,13 +106,8 @@ def series_on_rank(directory: str, steps: list[int], pad: bool) -> tuple[list[st
             wrong += [name for name, value in kept.items() if not same_deeply(found[name], value)]
             for data in Path(f"{directory}/{number}").glob("*.distcp"):
                 data.unlink()
-    finally:
-        async_plan.pad_non_tensor_items = PAD
     changes = sum(left != right for left, right in zip(lengths, lengths[1:], strict=False))
     return [committed.how for committed in outcomes], changes, wrong
-
-
-PAD = async_plan.pad_non_tensor_items
 
 
 def same_deeply(left: Any, right: Any) -> bool:

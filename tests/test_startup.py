@@ -347,6 +347,8 @@ def test_a_file_that_does_not_fit_on_one_rank_is_replaced_for_all(start: Callabl
     [
         ({"ckpt_metadata": "elsewhere"}, "--ckpt-metadata", ("'prepared'", "'elsewhere'")),
         ({"ckpt_metadata_create": False}, "--ckpt-metadata-create", ("True", "False")),
+        ({"ckpt_metadata_on_drift": "fail"}, "--ckpt-metadata-on-drift", ("'rebuild'", "'fail'")),
+        ({"ckpt_save_timeout": 60.0}, "--ckpt-save-timeout", ("None", "60.0")),
         ({"ckpt_events": "events"}, "--ckpt-events", ("None", "'events'")),
         ({"save": "other"}, "--save", ("'checkpoints'", "'other'")),
         ({"ckpt_metadata": None, "ckpt_metadata_create": False}, "--ckpt-metadata", ("'prepared'", "None")),

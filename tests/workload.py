@@ -5,7 +5,9 @@ replicated objects. Functions named ``*_on_rank`` run inside a rank of the pool.
 """
 
 import io
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_ckpt_ext import verify_checkpoint
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.strategy.fully_parallel import PreparedSaveWrapper
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
@@ -122,6 +125,39 @@ def same(left: Any, right: Any) -> bool:
             and bool((left.view(-1) == right.view(-1)).all())
         )
     return bool(left == right)
+
+
+def assert_holds(directory: Path, held_by_rank: list[dict[str, Any]]) -> None:
+    """The checkpoint has exactly what the ranks held, bit for bit, and is complete by the one judgement of that."""
+    report = verify_checkpoint(directory)
+    assert report.complete, report.problems
+    found = checkpoint_values(str(directory))
+    expected = {key: value for held in held_by_rank for key, value in held.items()}
+    assert found.keys() == expected.keys() | {"common_state/shard_0_1"}
+    assert [key for key, value in expected.items() if not same(found[key], value)] == []
+    assert [path.name for path in directory.iterdir() if path.name.endswith(".tmp")] == []
+
+
+class Warnings(logging.Handler):
+    """Keeps what the package warns about."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Hear the package's warnings on this rank."""
+    handler = Warnings()
+    logging.getLogger("megatron_ckpt_ext").addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logging.getLogger("megatron_ckpt_ext").removeHandler(handler)
 
 
 def save_series_on_rank(job: Job, seeds: list[int]) -> list[dict[str, Any]]:

@@ -55,6 +55,11 @@ def save_state_dict_async_finalize(
         raise ValueError(
             "reuse_metadata_obj was given to finalize but not to save_state_dict_async_plan: pass it to both"
         )
+    if create_metadata_path is not None and global_metadata.prepared is not None:
+        raise ValueError(
+            "create_metadata_path was given for a save that was planned with reuse_metadata_obj: a save either follows "
+            "a prepared metadata or makes one, plan it without"
+        )
     commit = SaveCommit(
         storage_writer,
         global_metadata,

@@ -135,7 +135,8 @@ def _publish(
 
 
 def _layout(planner: Any, reports: list[_Report]) -> Metadata:
-    _, metadata = planner.create_global_plan(_without_repeats([report.plan for report in reports]))
+    # torch's planner keeps one of several writers of an item: a shard that moved is written by its old and new owner.
+    _, metadata = planner.create_global_plan([report.plan for report in reports])
     locators = {result.index: result.storage_data for report in reports for result in report.results}
     held = {item: rank for rank, report in enumerate(reports) for item in report.unwritten}
     lost = held.keys() - {item_of(index) for index in locators}
@@ -147,14 +148,3 @@ def _layout(planner: Any, reports: list[_Report]) -> Metadata:
         )
     metadata.storage_data = locators
     return metadata  # type: ignore[no-any-return]
-
-
-def _without_repeats(plans: list[SavePlan]) -> list[SavePlan]:
-    """Keep the first of several writers of one item: a shard that moved is written by its old and its new owner."""
-    seen: set[Item] = set()
-    kept = []
-    for plan in plans:
-        items = [write for write in plan.items if item_of(write.index) not in seen]
-        seen.update(item_of(write.index) for write in items)
-        kept.append(replace(plan, items=items))
-    return kept

@@ -124,11 +124,14 @@ class Installation:
 
     def _choosing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
-        def get_async_strategy(name: str = "nvrx", *args: Any, **options: Any) -> tuple[str, dict[str, Any]]:
-            name, modules = stock(name, *args, **options)
-            if name == "nvrx" and self._config.owns_queue and "AsyncCallsQueue" in modules:
-                modules = {**modules, "AsyncCallsQueue": self._queue_class()}
-            return name, modules
+        def get_async_strategy(name: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+            name, found = stock(name, module)
+            if name == "nvrx" and self._config.owns_queue:
+                if module == "AsyncCallsQueue":
+                    found = self._queue_class()
+                elif module is None:
+                    found = {**found, "AsyncCallsQueue": self._queue_class()}
+            return name, found
 
         return get_async_strategy
 
