@@ -14,9 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ckpt_ext.commit.commit import SaveCommit
-from megatron_ckpt_ext.commit.failures import WriteFailedError
+from megatron_ckpt_ext.commit.failures import SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.compat.mcore import is_collective_finalizer, writes_metadata_json
@@ -34,22 +35,25 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = 0.01
 _RESULTS_ARGUMENT = 2
 """Place of the results queue among the arguments of NVRx's write functions."""
+_GROUP_TIMEOUTS = 3
+"""Time-outs of the group in those of a save: a peer may first give up on a save that it drains, then on its own."""
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Active:
     """A save in flight."""
 
     index: int
     request: Any
     commit: SaveCommit | None
-    box: ResultBox | None
-    writer: Writer
+    writer: Writer | None = None
+    """Who writes it; ``None`` if no process could be started."""
+    box: ResultBox | None = None
     outcome: Outcome | None = None
     """What this rank votes, once its writer has ended."""
     concluded: bool = False
     """Whether the ranks have agreed on it, and only the confirmation is missing."""
-    late_failure: str | None = None
+    late_error: BaseException | None = None
     """What went wrong on this rank after the ranks agreed."""
 
 
@@ -71,7 +75,8 @@ class AsyncSaveQueue:
 
         Args:
             settings: of the writer process, asked for when one is started.
-            timeout: how long a save may go on without moving a byte; also the time-out of the group.
+            timeout: how long a save may go on without moving a byte; a rank that does not come to vote ends the job
+                after three times that.
             start_writer: starts a writer process, or hands out one that was started before.
         """
         self._settings = settings
@@ -82,8 +87,6 @@ class AsyncSaveQueue:
         self._writer: Writer | None = None
         self._wrapper: Any = None
         join_instances(self)
-        set_drain(self._drain)
-        atexit.register(self._end_writer)
 
     def schedule_async_request(self, async_request: Any) -> int:
         """Stage a save and start to write it. Called on all ranks; no collectives but, once, a new gloo group.
@@ -96,32 +99,21 @@ class AsyncSaveQueue:
         Returns:
             The index of the save.
         """
-        self._last_index += 1
         if self._wrapper is None:
-            group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._wrapper = DistWrapper(group, True, 0)
-        writer = self._live_writer()
+            self._open()
+        self._last_index += 1
         commit = next((fn for fn in async_request.finalize_fns if isinstance(fn, SaveCommit)), None)
-        arguments, box = list(async_request.async_fn_args), None
-        if commit is not None and len(arguments) > _RESULTS_ARGUMENT:
-            box = arguments[_RESULTS_ARGUMENT] = ResultBox()
-            commit.take_results_from(box)
-        writer.submit(
-            Call(
-                index=self._last_index,
-                function=async_request.async_fn or write_nothing,
-                arguments=arguments,
-                options=dict(async_request.async_fn_kwargs or {}),
-                preload=async_request.preload_fn,
-            )
-        )
-        self._calls.append(
-            _Active(index=self._last_index, request=async_request, commit=commit, box=box, writer=writer)
-        )
-        return self._last_index
+        call = _Active(index=self._last_index, request=async_request, commit=commit)
+        self._calls.append(call)
+        try:
+            call.writer = self._live_writer()
+            call.writer.submit(_to_send(call))
+        except Exception as error:  # the peers are on their way to the reduction
+            call.outcome = Outcome(SaveStatus.FAILED, f"staging failed: {type(error).__name__}: {error}")
+        return call.index
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalize every save that all ranks have written.
+        """Finalize the oldest save if all ranks have written it, or all saves.
 
         Called on all ranks: one MIN all_reduce a poll while saves are in flight, and what a save that drifted or failed
         needs. A save is confirmed by the poll after the one that published it.
@@ -134,12 +126,14 @@ class AsyncSaveQueue:
             Indices of the saves that are finalized and confirmed.
 
         Raises:
-            WriteFailedError: on every rank; the save published nothing, and is no longer in flight.
+            WriteFailedError: on every rank; the save is no longer in flight.
             MetadataReuseError: likewise.
         """
         if no_dist:
             self._drain()
             return []
+        if not self._calls:
+            self._retire_lost_writer()
         finalized = []
         while self._calls:
             call = self._calls[0]
@@ -150,7 +144,7 @@ class AsyncSaveQueue:
                     finalized.append(call.index)
             elif blocking:
                 time.sleep(_POLL_SECONDS)
-            if not blocking and self._calls and self._calls[0] is call:
+            if not blocking:
                 break
         return finalized
 
@@ -159,93 +153,148 @@ class AsyncSaveQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize what is in flight, end the writer process, leave the group. Safe to call twice.
+        """Finalize what is in flight, end the writer process, leave the group. Safe to call twice, or to go on after.
 
         Called on all ranks unless ``abort``: then nothing is finalized, and no collectives run.
+
+        Raises:
+            WriteFailedError: on every rank, of the first save that failed; the others were finalized, all is closed.
+            MetadataReuseError: likewise.
         """
+        failures: list[SaveFailedError] = []
         try:
-            if not abort:
-                self.maybe_finalize_async_calls(blocking=True)
+            while self._calls and not abort:
+                try:
+                    self.maybe_finalize_async_calls(blocking=True)
+                except SaveFailedError as error:
+                    failures.append(error)
         finally:
-            set_drain(None)
-            self._end_writer()
-            atexit.unregister(self._end_writer)
-            if self._wrapper is not None and not abort and dist.is_initialized():
-                dist.destroy_process_group(self._wrapper.group)
-            self._wrapper = None
-            self._last_index = -1
+            self._shut(leave_group=not abort)
+        if failures:
+            raise failures[0]
+
+    def _open(self) -> None:
+        group: Any = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUTS * self._timeout)
+        self._wrapper = DistWrapper(group, True, 0)
+        set_drain(self._drain)
+        atexit.register(self._end_writer)
+
+    def _shut(self, *, leave_group: bool) -> None:
+        wrapper, self._wrapper = self._wrapper, None
+        self._calls.clear()
+        self._last_index = -1
+        self._end_writer()
+        if wrapper is None:
+            return
+        set_drain(None)
+        atexit.unregister(self._end_writer)
+        if leave_group and dist.is_initialized():
+            dist.destroy_process_group(wrapper.group)
 
     def _outcome(self, call: _Active) -> Outcome:
         """What this rank votes now."""
         if call.concluded:
-            late = call.late_failure
-            return Outcome(SaveStatus.READY) if late is None else Outcome(SaveStatus.FAILED, late)
-        if call.outcome is None:
+            late = call.late_error
+            if late is None:
+                return Outcome(SaveStatus.READY)
+            return Outcome(SaveStatus.FAILED, f"publishing failed: {type(late).__name__}: {late}")
+        if call.outcome is None and call.writer is not None:
             state = call.writer.poll(call.index)
             if not state.ended:
                 return Outcome(SaveStatus.PENDING)
             if call.box is not None:
                 call.box.items.extend(state.results)
             call.outcome = _judge(state.failure, call.commit)
-        return call.outcome
+        return call.outcome or Outcome(SaveStatus.PENDING)
 
     def _advance(self, call: _Active, verdict: Verdict, outcome: Outcome) -> bool:
         """Do what all ranks agreed on; returns whether the save is finished."""
-        rest = _remaining_finalizers(call)
-        # Collective finalizers need all ranks in step; local ones run first where the save was published.
-        in_step = any(map(is_collective_finalizer, rest))
-        if call.concluded:
-            self._drop(call)
-            if verdict.status is SaveStatus.FAILED:
-                raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
-            if in_step or not self._wrapper.is_coordinator:
-                _run(rest)
-            return True
-        try:
-            self._conclude(call, verdict, outcome, [] if in_step else rest)
-        except BaseException:
-            self._drop(call)
-            raise
-        call.concluded = True
-        if call.commit is None:
-            self._drop(call)
-        return call.commit is None
+        if not call.concluded:
+            self._conclude(call, verdict, outcome)
+            call.concluded = True
+            return False
+        self._drop(call)
+        if verdict.status is SaveStatus.FAILED:
+            raise WriteFailedError(share_cause(verdict, outcome, self._wrapper)) from call.late_error
+        _run(self._finalizers(call, confirmed=True))
+        return True
 
-    def _conclude(self, call: _Active, verdict: Verdict, outcome: Outcome, rest: Sequence[Callable[[], Any]]) -> None:
-        if call.commit is None:
-            if verdict.status is SaveStatus.FAILED:
-                raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
-            _run(rest)
-            return
+    def _conclude(self, call: _Active, verdict: Verdict, outcome: Outcome) -> None:
         try:
-            call.commit.conclude(verdict, outcome)
-            if self._wrapper.is_coordinator:
-                _run(rest)
-        except OSError as error:
+            if call.commit is not None:
+                call.commit.conclude(verdict, outcome)
+            elif verdict.status is SaveStatus.FAILED:
+                raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
+            _run(self._finalizers(call, confirmed=False))
+        except SaveFailedError:
+            self._drop(call)
+            # What failed may be the staging, after which this process and the writer disagree about what it has.
+            forget_what_the_writer_has()
+            raise
+        except (Exception, CheckpointException) as error:
             # The others have agreed to publish and are gone: they hear of it in the confirmation.
-            call.late_failure = f"publishing failed: {type(error).__name__}: {error}"
+            call.late_error = error
+
+    def _finalizers(self, call: _Active, *, confirmed: bool) -> list[Callable[[], Any]]:
+        """What is to be done now: Megatron's tracker, loggers, clean-up; in one go, on this rank.
+
+        Without a commit of ours the finalizers are the commit. Else they run where the save was published and, once
+        that is confirmed, on the other ranks; those that need all ranks wait for the confirmation.
+        """
+        rest = _remaining_finalizers(call)
+        if call.commit is None:
+            now = not confirmed
+        elif any(map(is_collective_finalizer, rest)):
+            now = confirmed
+        else:
+            now = confirmed != self._wrapper.is_coordinator
+        return rest if now else []
 
     def _drop(self, call: _Active) -> None:
         self._calls.remove(call)
-        call.writer.forget(call.index)
+        if call.writer is not None:
+            call.writer.forget(call.index)
+        self._retire_lost_writer()
 
     def _live_writer(self) -> Writer:
-        if self._writer is None or not self._writer.usable:
-            if self._writer is not None:
-                logger.warning("The checkpoint writer process %s is replaced.", self._writer.pid)
-                self._end_writer()
-            forget_what_the_writer_has()
+        self._retire_lost_writer()
+        if self._writer is None:
             self._writer = self._start_writer(self._settings(), self._timeout)
         return self._writer
+
+    def _retire_lost_writer(self) -> None:
+        """Notice a lost writer before the next save is planned, which would else rely on what that writer had."""
+        if self._writer is not None and not self._writer.usable:
+            logger.warning(
+                "The checkpoint writer process %s is lost; the next save starts a new one.", self._writer.pid
+            )
+            self._end_writer()
+            forget_what_the_writer_has()
 
     def _drain(self) -> None:
         if self._writer is not None:
             self._writer.wait()
 
     def _end_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _to_send(call: _Active) -> Call:
+    """What the writer gets; results come back in a box of this save, not in NVRx's queue that all saves share."""
+    request = call.request
+    arguments = list(request.async_fn_args)
+    if call.commit is not None and len(arguments) > _RESULTS_ARGUMENT:
+        call.box = arguments[_RESULTS_ARGUMENT] = ResultBox()
+        call.commit.take_results_from(call.box)
+    return Call(
+        index=call.index,
+        function=request.async_fn or write_nothing,
+        arguments=arguments,
+        options=dict(request.async_fn_kwargs or {}),
+        preload=request.preload_fn,
+    )
 
 
 def _judge(failure: str | None, commit: SaveCommit | None) -> Outcome:

@@ -7,6 +7,7 @@ run here.
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import pickle
 import queue
@@ -107,22 +108,22 @@ def serve(calls: Any, answers: Connection, settings: WorkerSettings) -> None:
     """Be the writer process until ``None`` comes or the trainer is gone. No collectives.
 
     Args:
-        calls: multiprocessing queue of pickled ``Call`` or ``None``.
+        calls: multiprocessing queue of the number of a call and the pickled ``Call``, or ``None``.
         answers: takes ``Answer``.
         settings: of this process.
     """
     # The terminal sends SIGINT to the whole job; the trainer decides whether the save in flight is completed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _watch_trainer(os.getppid())
+    _watch_trainer()
     _set_up(settings)
     sender = _Sender(answers)
     writes: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-    writing = threading.Thread(target=_write_all, args=(writes, sender), name="write")
+    # A daemon: if this thread fails, the process must end and not wait for a thread that waits for it.
+    writing = threading.Thread(target=_write_all, args=(writes, sender), name="write", daemon=True)
     writing.start()
-    while (pickled := calls.get()) is not None:
-        staged = _stage(pickle.loads(pickled), sender)
-        if staged is not None:
-            writes.put(staged)
+    while (received := calls.get()) is not None:
+        _stage(received[0], received[1], sender, writes)
+        del received  # it and what came of it must not occupy memory until the next save
     writes.put(None)
     writing.join()
 
@@ -139,11 +140,13 @@ class _Sender:
             self._answers.send(answer)
 
 
-def _watch_trainer(trainer: int) -> None:
+def _watch_trainer() -> None:
     """End with the trainer: a writer that outlives it keeps its memory and its files for ever."""
+    trainer = multiprocessing.parent_process()
 
     def watch() -> None:
-        while os.getppid() == trainer:
+        # Not the parent's id now: the trainer may have ended while this process was importing.
+        while trainer is not None and os.getppid() == trainer.pid:
             threading.Event().wait(1.0)
         os._exit(1)
 
@@ -160,16 +163,17 @@ def _set_up(settings: WorkerSettings) -> None:
     set_priorities(settings.cpu_priority, settings.io_priority)
 
 
-def _stage(call: Call, sender: _Sender) -> Call | None:
+def _stage(index: int, pickled: bytes, sender: _Sender, writes: "queue.SimpleQueue[Call | None]") -> None:
     try:
+        call: Call = pickle.loads(pickled)
         arguments = list(call.arguments)
         if call.preload is not None:
             arguments[1] = call.preload()
     except BaseException as error:
-        sender.send(_failed(call, "staging", error))
-        return None
-    sender.send(Answer(index=call.index, kind=Kind.STAGED))
-    return replace(call, arguments=arguments, preload=None)
+        sender.send(_failed(index, "staging", error))
+        return
+    sender.send(Answer(index=index, kind=Kind.STAGED))
+    writes.put(replace(call, arguments=arguments, preload=None))
 
 
 def _write_all(writes: "queue.SimpleQueue[Call | None]", sender: _Sender) -> None:
@@ -178,8 +182,9 @@ def _write_all(writes: "queue.SimpleQueue[Call | None]", sender: _Sender) -> Non
             call.function(*call.arguments, **call.options)
             results = [item for box in call.arguments if isinstance(box, ResultBox) for item in box.items]
             sender.send(Answer(index=call.index, kind=Kind.DONE, results=tuple(map(_plain, results))))
+            del results
         except BaseException as error:
-            sender.send(_failed(call, "writing", error))
+            sender.send(_failed(call.index, "writing", error))
         del call
 
 
@@ -188,5 +193,5 @@ def _plain(result: Any) -> Any:
     return RuntimeError(f"{type(result).__name__}: {result}") if isinstance(result, BaseException) else result
 
 
-def _failed(call: Call, phase: str, error: BaseException) -> Answer:
-    return Answer(index=call.index, kind=Kind.FAILED, cause=f"{phase} failed: {type(error).__name__}: {error}")
+def _failed(index: int, phase: str, error: BaseException) -> Answer:
+    return Answer(index=index, kind=Kind.FAILED, cause=f"{phase} failed: {type(error).__name__}: {error}")

@@ -2,13 +2,16 @@
 
 import contextlib
 import multiprocessing
+import queue
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_ckpt_ext.write.snapshot import pickle_snapshot
 from megatron_ckpt_ext.write.worker import Answer, Call, Kind, WorkerSettings, serve
 
 __all__ = ["CallState", "Writer"]
@@ -51,6 +54,32 @@ class _Progress:
         return time.monotonic() - self.changed
 
 
+class _Ear:
+    """Hears a writer in a thread: one that stops in the middle of an answer must not stop the trainer with it."""
+
+    def __init__(self, answers: Connection) -> None:
+        self._answers = answers
+        self._heard: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="hear the writer", daemon=True).start()
+
+    def get(self, seconds: float) -> Answer | None:
+        """Return the next answer, or ``None`` for ever once the process is gone and everything it said was heard.
+
+        Raises:
+            queue.Empty: nothing came within ``seconds``.
+        """
+        answer = self._heard.get(timeout=seconds)
+        if answer is None:
+            self._heard.put(None)
+        return answer
+
+    def _listen(self) -> None:
+        with self._answers, contextlib.suppress(EOFError, OSError):
+            while True:
+                self._heard.put(self._answers.recv())
+        self._heard.put(None)
+
+
 class Writer:
     """One writer process and its calls. Never raises because of it: what goes wrong is the state of a call.
 
@@ -63,18 +92,23 @@ class Writer:
         Args:
             settings: of the process.
             timeout: how long a call may go on without moving a byte.
+
+        Raises:
+            OSError: no process can be started.
         """
         context = multiprocessing.get_context("spawn")
         self._timeout = timeout
         self._calls = context.Queue()
-        self._answers, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
             target=serve, args=(self._calls, theirs, settings), name=f"writer of rank {settings.rank}", daemon=True
         )
-        self._process.start()
-        theirs.close()
+        with theirs:
+            self._process.start()
+        self._ear = _Ear(ours)
         self._states: dict[int, CallState] = {}
         self._progress = _Progress()
+        self._given_up = False
 
     @property
     def pid(self) -> int | None:
@@ -83,8 +117,8 @@ class Writer:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take another call: alive, and no call was given up on it."""
-        return self._process.is_alive() and not any(state.failure for state in self._states.values())
+        """Whether it can take another call: alive, and never given up on."""
+        return self._process.is_alive() and not self._given_up
 
     def submit(self, call: Call) -> CallState:
         """Give it a call and wait until it has staged it, or failed. Bounded by the time without progress."""
@@ -92,7 +126,7 @@ class Writer:
         self._progress = _Progress()
         try:
             # Not by the queue's own thread: what cannot be pickled would only be printed there, and never arrive.
-            self._calls.put(bytes(ForkingPickler.dumps(call)))
+            self._calls.put((call.index, pickle_snapshot(call)))
         except Exception as error:
             state.failure = f"staging failed: the save cannot be sent to the writer: {type(error).__name__}: {error}"
         while not (state.staged or state.ended):
@@ -115,31 +149,34 @@ class Writer:
             self._judge()
 
     def forget(self, index: int) -> None:
-        """Drop the state of a call that has ended."""
+        """Drop the state of a call, ended or not."""
         self._states.pop(index, None)
 
     def close(self, *, grace: timedelta = timedelta(seconds=10)) -> None:
-        """End the process: ask, then terminate, then kill, each bounded by ``grace``. Safe to call twice."""
-        if self._process.is_alive():
+        """End the process: ask one that has nothing to do, and after ``grace`` kill it. Safe to call twice.
+
+        Calls that have not ended by then have failed.
+        """
+        if self.usable and all(state.ended for state in self._states.values()):
             with contextlib.suppress(ValueError, OSError):
                 self._calls.put(None)
-            if all(state.ended for state in self._states.values()):
-                self._process.join(grace.total_seconds())
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
-                end()
-                self._process.join(grace.total_seconds())
+            self._process.join(grace.total_seconds())
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(grace.total_seconds())
         self._calls.cancel_join_thread()
         self._calls.close()
-        self._answers.close()
+        # Hear to the end: what was done by then is done.
+        deadline = time.monotonic() + grace.total_seconds()
+        while not self._given_up and time.monotonic() < deadline:
+            self._hear(_POLL_SECONDS)
+        self._give_up("the writer process was closed")
 
     def _hear(self, seconds: float) -> None:
-        try:
-            while self._answers.poll(seconds):
-                self._take(self._answers.recv())
+        with contextlib.suppress(queue.Empty):
+            while (answer := self._ear.get(seconds)) is not None:
+                self._take(answer)
                 seconds = 0.0
-        except (EOFError, OSError):
-            # The process is gone and everything that it said has been heard.
             self._give_up(f"the writer process ended with exit code {self._exit_code()}")
 
     def _take(self, answer: Answer) -> None:
@@ -161,6 +198,7 @@ class Writer:
             self._give_up(f"the writer process moved no byte for {self._timeout.total_seconds():g} s")
 
     def _give_up(self, cause: str) -> None:
+        self._given_up = True
         for state in self._states.values():
             if not state.ended:
                 phase = "writing" if state.staged else "staging"

@@ -1,0 +1,387 @@
+"""Scenarios for ``AsyncSaveQueue``: each runs on every rank, over a queue with a real writer process.
+
+A writer costs some seconds of imports, so scenarios run one after the other over one queue; one that fails gives its
+error.
+"""
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest as MegatronRequest
+from workload import Job, StateDict, state, values
+
+from megatron_ckpt_ext.collectives import CollectiveCounter
+from megatron_ckpt_ext.commit.failures import SaveFailedError
+from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
+from megatron_ckpt_ext.compat.nvrx import AsyncRequest as NvrxRequest
+from megatron_ckpt_ext.write.worker import WorkerSettings
+
+LONG = timedelta(seconds=60)
+PREPARED = "prepared.metadata"
+SHARED_BUFFERS: dict[str, Any] = {"cpu_shm_mode": True, "cached_metadata": True}
+"""A strategy that fills the same shared memory for each save, which the writer knows from the first."""
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """One scenario on one rank."""
+
+    queue: AsyncSaveQueue
+    directory: Path
+    strategy: Any
+    gates: int = 0
+    held: dict[str, Any] = field(default_factory=dict)
+    """Directory -> what this rank saved there, for ``assert_holds``."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def request(self, name: str, state_dict: StateDict) -> Any:
+        directory = self.directory / name
+        directory.mkdir(exist_ok=True)
+        dist.barrier()
+        self.held[name] = values(state_dict)
+        return dist_checkpointing.save(state_dict, str(directory), self.strategy, async_sharded_save=True)
+
+    def schedule(self, name: str, seed: int) -> int:
+        return self.queue.schedule_async_request(self.request(name, state(seed)))
+
+    def finish(self) -> list[int]:
+        return self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def ready(self) -> None:
+        """Wait until all ranks have written, without a vote."""
+        self.queue.maybe_finalize_async_calls(no_dist=True)
+        dist.barrier()
+
+    def failure(self, attempt: Callable[[], object]) -> str:
+        try:
+            attempt()
+        except SaveFailedError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no failure"
+
+    def reuse(self, **how: Any) -> None:
+        """Save with a strategy like this from now on."""
+        self.strategy = Job(directory="", reuse=str(self.directory.parent / PREPARED), extra=how).strategy()
+
+    def writer_pid(self) -> int | None:
+        return None if self.queue._writer is None else self.queue._writer.pid
+
+
+# Functions that run in the writer.
+
+
+def gated(gate: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    while not gate.exists():
+        time.sleep(0.01)
+    return function(*arguments, **options)
+
+
+def behind(gate: Path, request: Any) -> Any:
+    """The request, not written before ``gate`` exists."""
+    return request._replace(async_fn=partial(gated, gate, request.async_fn))
+
+
+def fail(*_arguments: Any, **_options: Any) -> None:
+    raise LookupError("no such thing")
+
+
+def hang(*_arguments: Any, **_options: Any) -> None:
+    time.sleep(600)
+
+
+def note(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+# Scenarios.
+
+
+def blocking(scene: Scene) -> Any:
+    index = scene.schedule("step_1", 1)
+    return scene.finish() == [index], scene.queue.get_num_unfinalized_calls()
+
+
+def polled(scene: Scene) -> Any:
+    """Poll before, while and after the save gets ready; count what each poll costs."""
+    gate = scene.directory / "gate"
+    counted = []
+    with CollectiveCounter() as counter:
+        request = behind(gate, scene.request("step_1", state(1)))
+        with counter.phase("schedule") as schedule:
+            index = scene.queue.schedule_async_request(request)
+        for moment in ("pending", "pending", "ready", "confirmed", "idle"):
+            if moment == "ready":
+                gate.touch()
+                scene.ready()
+            with counter.phase("poll") as poll:
+                finalized = scene.queue.maybe_finalize_async_calls()
+            dist.barrier()
+            published = (scene.directory / "step_1" / ".metadata").exists()
+            counted.append((moment, [each - index for each in finalized], poll.counts, published))
+            dist.barrier()
+    return schedule.counts, counted
+
+
+def waited(scene: Scene) -> Any:
+    """What a blocking wait for saves that are ready costs: each a vote and a confirmation."""
+    scene.schedule("step_1", 1)
+    scene.schedule("step_2", 2)
+    scene.ready()
+    with CollectiveCounter() as counter, counter.phase("wait") as wait:
+        scene.finish()
+    return wait.counts
+
+
+def foreign(scene: Scene) -> Any:
+    """Requests of others, with finalizers that are plain functions; on rank 1 one has nothing to write."""
+    order: list[str] = []
+    for name, kind in (("nvrx", NvrxRequest), ("megatron", MegatronRequest)):
+        path = scene.directory / f"{name}_{scene.rank}"
+        request = kind(note, (path, name), [partial(order.append, name), partial(order.append, "later")])
+        scene.queue.schedule_async_request(request)
+    nothing = None if scene.rank == 1 else note
+    request = NvrxRequest(nothing, (scene.directory / "alone", ""), [partial(order.append, "nothing")])
+    scene.queue.schedule_async_request(request)
+    finished = len(scene.finish())
+    return finished, order, sorted(path.name for path in scene.directory.iterdir() if path.is_file())
+
+
+def foreign_failures(scene: Scene) -> Any:
+    """A foreign writer, and a foreign finalizer, that fail on one rank."""
+    ran: list[str] = []
+    request = NvrxRequest(fail if scene.rank == 1 else note, (scene.directory / "a", ""), [lambda: ran.append("wrong")])
+    scene.queue.schedule_async_request(request)
+    writing = scene.failure(scene.finish)
+    finalizer = fail if scene.rank == 0 else partial(ran.append, "right")
+    scene.queue.schedule_async_request(NvrxRequest(note, (scene.directory / "b", ""), [finalizer]))
+    return writing, scene.failure(scene.finish), ran
+
+
+def nothing_to_write(scene: Scene) -> Any:
+    """Rank 0 holds everything."""
+    scene.strategy = Job(directory="", create=str(scene.directory / "alone.metadata")).strategy()
+    tensor = ShardedTensor.from_rank_offsets("w", torch.arange(4.0), (0, 0, 1))
+    for step in (1, 2):
+        scene.queue.schedule_async_request(scene.request(f"step_{step}", {"w": tensor} if scene.rank == 0 else {}))
+        scene.finish()
+    return "done"
+
+
+def overlapping(scene: Scene) -> Any:
+    """The second is scheduled, staged and changed while the first is not written."""
+    gate = scene.directory / "gate"
+    for step in (1, 2):
+        state_dict = state(step)
+        request = scene.request(f"step_{step}", state_dict)
+        scene.queue.schedule_async_request(behind(gate, request))
+        overwrite(state_dict)
+    unwritten = not list((scene.directory / "step_1").glob("*.distcp"))
+    in_flight = scene.queue.get_num_unfinalized_calls()
+    dist.barrier()
+    gate.touch()
+    return unwritten, in_flight, len(scene.finish())
+
+
+def overwrite(state_dict: Any) -> None:
+    """What an optimizer does to the tensors after the save has returned."""
+    for entry in state_dict.values():
+        if isinstance(entry, dict):
+            overwrite(entry)
+        elif isinstance(entry, ShardedTensor):
+            entry.data.fill_(-7.0)
+
+
+def snapshot(scene: Scene, **how: Any) -> Any:
+    """Same tensors, new values in place; the second save takes the path of what the writer has from the first."""
+    scene.reuse(**how)
+    state_dict = state(1)
+    for step in (1, 2):
+        gate = scene.directory / f"gate_{step}"
+        scene.queue.schedule_async_request(behind(gate, scene.request(f"step_{step}", state_dict)))
+        overwrite(state_dict)
+        gate.touch()
+        scene.finish()
+    return "done"
+
+
+def late_failure(scene: Scene) -> Any:
+    """The rename fails after the vote: all ranks hear it in the next poll."""
+    in_the_way = scene.directory / "bad" / ".metadata"
+    request = scene.request("bad", state(1))
+    dist.barrier()
+    if scene.rank == 0:
+        (in_the_way / "x").mkdir(parents=True)
+    scene.queue.schedule_async_request(request)
+    scene.ready()
+    voted = scene.failure(scene.queue.maybe_finalize_async_calls)
+    confirmed = scene.failure(scene.queue.maybe_finalize_async_calls)
+    del scene.held["bad"]
+    scene.schedule("step_2", 2)
+    return voted, confirmed, len(scene.finish())
+
+
+def failed_tracker(scene: Scene) -> Any:
+    """A finalizer of rank 0 fails with something that is no OSError; those of rank 1 must not have run."""
+    ran: list[str] = []
+    request = scene.request("step_1", state(1))
+    request.finalize_fns.append(fail if scene.rank == 0 else partial(ran.append, "logger"))
+    scene.queue.schedule_async_request(request)
+    return scene.failure(scene.finish), ran
+
+
+def unpicklable(scene: Scene) -> Any:
+    request = scene.request("bad", state(1))
+    del scene.held["bad"]
+    if scene.rank == 1:
+        request = request._replace(async_fn=lambda *_arguments: None)
+    scene.queue.schedule_async_request(request)
+    failure = scene.failure(scene.finish)
+    scene.schedule("step_2", 2)
+    return failure, len(scene.finish())
+
+
+def failing_writer(scene: Scene) -> Any:
+    """The save of one rank fails in its writer, which is well and goes on; the save after it was in flight already."""
+    pid = scene.writer_pid()
+    request = scene.request("bad", state(1))
+    del scene.held["bad"]
+    if scene.rank == 1:
+        request = request._replace(async_fn=fail)
+    scene.queue.schedule_async_request(request)
+    scene.schedule("step_2", 2)
+    failure = scene.failure(scene.finish)
+    return failure, len(scene.finish()), scene.writer_pid() == pid
+
+
+def closed(scene: Scene) -> Any:
+    """Two saves in flight, the first fails: close finalizes the other and says so; twice is once; then go on."""
+    request = scene.request("bad", state(1))
+    del scene.held["bad"]
+    scene.queue.schedule_async_request(request._replace(async_fn=fail))
+    scene.schedule("step_2", 2)
+    pid = scene.writer_pid()
+    failure = scene.failure(scene.queue.close)
+    again = scene.failure(scene.queue.close)
+    gone = not Path(f"/proc/{pid}").exists()
+    scene.schedule("step_3", 3)
+    return failure, again, gone, scene.queue.get_num_unfinalized_calls(), len(scene.finish())
+
+
+def out_of_step(scene: Scene) -> Any:
+    """One rank is a save ahead of the other. Nothing can go on after that but an abort."""
+    if scene.rank == 1:
+        scene.queue._last_index += 1  # as if it had scheduled and finished one more
+    scene.queue.schedule_async_request(NvrxRequest(note, (scene.directory / f"{scene.rank}", ""), []))
+    try:
+        scene.finish()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        scene.queue.close(abort=True)
+    return "no error"
+
+
+INTACT: dict[str, Callable[[Scene], Any]] = {
+    "blocking": blocking,
+    "polled": polled,
+    "waited": waited,
+    "foreign": foreign,
+    "foreign_failures": foreign_failures,
+    "nothing_to_write": nothing_to_write,
+    "overlapping": overlapping,
+    "snapshot_plain": snapshot,
+    "snapshot_cached": partial(snapshot, cached_metadata=True),
+    "snapshot_shm": partial(snapshot, cpu_shm_mode=True),
+    "snapshot_shm_cached": partial(snapshot, **SHARED_BUFFERS),
+    "late_failure": late_failure,
+    "failed_tracker": failed_tracker,
+    "unpicklable": unpicklable,
+    "failing_writer": failing_writer,
+    "closed": closed,
+    "out_of_step": out_of_step,
+}
+
+
+def hanging(scene: Scene) -> Any:
+    """One writer moves no byte; it has the shared buffers of the job, which the next save must not rely on."""
+    prepared = str(scene.directory.parent / "prepared.metadata")
+    scene.strategy = Job(directory="", reuse=prepared, extra={"cpu_shm_mode": True, "cached_metadata": True}).strategy()
+    scene.schedule("step_1", 1)
+    scene.finish()
+    pid = scene.writer_pid()
+    request = scene.request("bad", state(2))
+    del scene.held["bad"]
+    if scene.rank == 1:
+        request = request._replace(async_fn=hang)
+    began = time.monotonic()
+    scene.queue.schedule_async_request(request)
+    failure = scene.failure(scene.finish)
+    seconds = time.monotonic() - began
+    scene.schedule("step_3", 3)
+    return failure, seconds, len(scene.finish()), scene.writer_pid() != pid
+
+
+def killed_while_idle(scene: Scene) -> Any:
+    """A writer that dies between two saves is noticed by a poll, before the next save is planned."""
+    if scene.rank == 1:
+        os.kill(scene.writer_pid() or 0, signal.SIGKILL)
+        os.waitid(os.P_PID, scene.writer_pid() or 0, os.WEXITED | os.WNOWAIT)
+    prepared = str(scene.directory.parent / "prepared.metadata")
+    scene.strategy = Job(directory="", reuse=prepared, extra={"cpu_shm_mode": True, "cached_metadata": True}).strategy()
+    scene.queue.maybe_finalize_async_calls()
+    scene.schedule("step_1", 1)
+    return len(scene.finish())
+
+
+def closed_while_stopped(scene: Scene) -> Any:
+    pid = scene.writer_pid() or 0
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    scene.queue.close()
+    return time.monotonic() - began, Path(f"/proc/{pid}").exists()
+
+
+LOST: dict[str, Callable[[Scene], Any]] = {
+    "hanging": hanging,
+    "killed_while_idle": killed_while_idle,
+    "closed_while_stopped": closed_while_stopped,
+}
+
+
+def play_on_rank(directory: str, scenarios: dict[str, Callable[[Scene], Any]], timeout: timedelta) -> Any:
+    """Play the scenarios over one queue; return for each what it found, or its error, and what it saved."""
+    settings = WorkerSettings(rank=dist.get_rank(), cpu_priority=0)
+    queue = AsyncSaveQueue(lambda: settings, timeout=timeout)
+    prepared = str(Path(directory, PREPARED))
+    creating = Scene(queue=queue, directory=Path(directory), strategy=Job(directory="", create=prepared).strategy())
+    creating.schedule("created", 0)
+    creating.finish()
+    played = {}
+    for name, scenario in scenarios.items():
+        scene = Scene(
+            queue=queue, directory=Path(directory, name), strategy=Job(directory="", reuse=prepared).strategy()
+        )
+        scene.directory.mkdir(exist_ok=True)
+        dist.barrier()
+        try:
+            played[name] = (scenario(scene), scene.held)
+        except Exception:
+            played[name] = (traceback.format_exc(), {})
+        dist.barrier()
+    queue.close()
+    return played
