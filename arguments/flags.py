@@ -75,7 +75,10 @@ FLAGS: tuple[Flag, ...] = (
         option="--ckpt-events",
         settings={
             "metavar": "FILE",
-            "help": "Append one JSON line for each save phase to FILE.<rank>: seconds, items, bytes, collectives.",
+            "help": (
+                "Append one JSON line for each phase of a save (plan, stage, commit, and rebuild where it drifted) to "
+                "FILE.<rank>: seconds, collectives, and for a commit items and bytes."
+            ),
         },
     ),
 )

@@ -59,15 +59,25 @@ class CkptExtConfig:
                 "give one that is larger than the longest pause of your storage"
             )
         if self.ckpt_metadata is None:
-            if self.ckpt_metadata_create:
+            for flag, given in (
+                ("--ckpt-metadata-create", self.ckpt_metadata_create),
+                (f"--ckpt-metadata-on-drift {self.ckpt_metadata_on_drift}", self.ckpt_metadata_on_drift != "rebuild"),
+            ):
+                if given:
+                    raise ConfigurationError(f"{flag} was given without --ckpt-metadata: add --ckpt-metadata FILE")
+            if self.ckpt_save_timeout is not None and not self._is_asynchronous:
                 raise ConfigurationError(
-                    "--ckpt-metadata-create was given without --ckpt-metadata: add --ckpt-metadata FILE, "
-                    "the file to make"
+                    "--ckpt-save-timeout was given, but saves are not asynchronous: add --async-save and "
+                    "--use-persistent-ckpt-worker, without --async-strategy mcore, or leave it out"
                 )
             return
         problem = self._problem()
         if problem is not None:
             raise ConfigurationError(f"--ckpt-metadata {self.ckpt_metadata} was given {problem}")
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return self.async_save and self.use_persistent_ckpt_worker and self.async_strategy == "nvrx"
 
     @property
     def owns_queue(self) -> bool:

@@ -66,7 +66,7 @@ def test_everything_that_is_replaced_is_tried_above() -> None:
     assert set(installation.hooks) == tried | passed_on
 
 
-@pytest.mark.parametrize("options", [[], ["--ckpt-save-timeout", "60"]], ids=["stock", "ours"])
+@pytest.mark.parametrize("options", [[], ["--async-save", "--ckpt-save-timeout", "60"]], ids=["stock", "ours"])
 def test_megatron_is_given_the_queue_that_was_asked_for(options: list[str]) -> None:
     from megatron.training import async_utils
 

@@ -67,7 +67,7 @@ def test_a_job_without_prepared_metadata_may_do_anything(change: dict[str, Any])
     [
         ({}, False),
         ({"async_save": True, "save": "checkpoints", "ckpt_events": "E"}, False),
-        ({"ckpt_save_timeout": 60.0}, True),
+        ({"async_save": True, "ckpt_save_timeout": 60.0}, True),
         (VALID, True),
         ({**VALID, "ckpt_save_timeout": 60.0}, True),
     ],
@@ -75,6 +75,28 @@ def test_a_job_without_prepared_metadata_may_do_anything(change: dict[str, Any])
 )
 def test_our_queue_is_in_charge_where_metadata_or_a_timeout_is_asked_for(given: dict[str, Any], ours: bool) -> None:
     assert CkptExtConfig(**given).owns_queue is ours
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"ckpt_save_timeout": 60.0},
+            "--ckpt-save-timeout was given, but saves are not asynchronous: add --async-save",
+        ),
+        (
+            {"async_save": True, "async_strategy": "mcore", "ckpt_save_timeout": 60.0},
+            "without --async-strategy mcore, or leave it out",
+        ),
+        (
+            {"async_save": True, "ckpt_metadata_on_drift": "fail"},
+            "--ckpt-metadata-on-drift fail was given without --ckpt-metadata: add --ckpt-metadata FILE",
+        ),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        CkptExtConfig(**given)
 
 
 def test_a_plain_parser_needs_no_flags_of_megatron() -> None:

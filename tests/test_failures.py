@@ -9,7 +9,12 @@ import pytest
 from ranks import RankError, RankPool
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ckpt_ext.commit.failures import MetadataReuseError, SaveFailedError, WriteFailedError
+from megatron_ckpt_ext.commit.failures import (
+    MetadataReuseError,
+    PublishFailedError,
+    SaveFailedError,
+    WriteFailedError,
+)
 from megatron_ckpt_ext.errors import CkptExtError, ConfigurationError, PreparedFileError
 
 CAUSES = {3: "OSError: no space left on device", 1: "ValueError: what a rank held was lost"}
@@ -71,6 +76,15 @@ def test_its_pickle_is_plain_data() -> None:
 
     names = {argument for opcode, argument, _ in pickletools.genops(content) if opcode.name == "GLOBAL"}
     assert names == {"megatron_ckpt_ext.commit.failures WriteFailedError"}
+
+
+def test_a_late_failure_does_not_claim_that_nothing_was_published() -> None:
+    text = str(PublishFailedError({0: "publishing failed: OSError: no space left on device"}))
+
+    assert text == (
+        "checkpoint save failed (publish), verify_checkpoint tells whether it is complete, and the tracker may not "
+        "name it. rank 0: publishing failed: OSError: no space left on device"
+    )
 
 
 def test_no_causes_is_still_an_error_with_a_text() -> None:

@@ -97,7 +97,7 @@ class Row:
         resumed = f"newest complete: step {first.newest}, intact; new job saves"
         if self.ended is not None:
             return f"job ended after {self.ended.seconds:.0f} s, codes {self.ended.codes}; {resumed}"
-        outcome = "save succeeds" if first.error is None else first.error.partition("nothing was published. ")[2]
+        outcome = "save succeeds" if first.error is None else first.error.partition(". ")[2]
         return f"{outcome}; job goes on; {resumed} ({first.seconds:.0f} s in all)"
 
 

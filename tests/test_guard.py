@@ -8,7 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_ckpt_ext.commit.results import follows, written_items
+from megatron_ckpt_ext.compat.dcp import StorageInfo
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.guard import Drift, find_held_drift, find_layout_drift, find_unknown_item
 from megatron_ckpt_ext.metadata.items import OBJECT, describe_tensor, merge_descriptions
@@ -73,6 +77,28 @@ def test_an_item_is_known_only_as_it_is_described(known: dict[Item, str], held: 
     if drift is not None:
         assert drift.found == unknown[drift.item]
         assert drift.prepared == known.get(drift.item)
+
+
+@given(LAYOUTS, LAYOUTS)
+def test_results_follow_a_slice_exactly_if_they_are_it_in_its_order(
+    expected: dict[Item, Locator], written: dict[Item, Locator]
+) -> None:
+    for layout in (expected, written):
+        same_order = list(layout.items()) == list(expected.items())
+        assert follows(slice_of(expected), results_of(layout)) == same_order
+        assert not same_order or find_layout_drift(slice_of(expected), layout) is None
+    assert written_items(results_of(written)) == written
+
+
+def results_of(layout: Mapping[Item, Locator]) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=MetadataIndex(item.fqn, item.offset, index=7),
+            size_in_bytes=locator.length,
+            storage_data=StorageInfo(locator.path, locator.offset, locator.length),
+        )
+        for item, locator in layout.items()
+    ]
 
 
 def check_drift(drift: Drift | None, expected: Mapping[Item, object], found: Mapping[Item, object]) -> None:

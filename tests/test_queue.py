@@ -113,7 +113,7 @@ def test_a_rename_that_fails_raises_on_every_rank_in_the_next_poll(intact: Playe
     voted, confirmed, saved_after = intact.alike("late_failure")
 
     assert voted == "no failure"
-    assert confirmed.startswith("WriteFailedError: ")
+    assert confirmed.startswith("PublishFailedError: ")
     assert "rank 0: publishing failed: " in confirmed
     assert saved_after == 1
 

@@ -294,8 +294,8 @@ def read_only(file: Path) -> Path:
 
 UNTOUCHED = {
     in_a_checkpoint: "it belongs to a checkpoint",
-    a_checkpoints_own: "it is a plain .metadata, not one that --ckpt-metadata-create made",
-    a_plain_one: "it is a plain .metadata, not one that --ckpt-metadata-create made",
+    a_checkpoints_own: "it belongs to a checkpoint",
+    a_plain_one: "it is not one that --ckpt-metadata-create made",
     read_only: "it is read-only",
 }
 

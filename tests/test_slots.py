@@ -69,6 +69,13 @@ def test_what_does_not_fit_or_is_no_archive_is_left_alone() -> None:
     assert padded(bare + b"trailing", len(bare) + 100) is None
 
 
+def test_an_archive_that_needs_zip64_records_is_left_alone() -> None:
+    bare = archive("text")
+    for field in (-10, -6):  # size of the central directory, and its offset, in the end record
+        large = bare[:field] + b"\xff" * 4 + bare[field + 4 :]
+        assert padded(large, len(large) + 5000) is None
+
+
 @given(length=st.integers(0, 2**33))
 def test_head_room_has_a_floor_a_share_and_a_limit(length: int) -> None:
     room = slot_size(length) - length
@@ -96,7 +103,7 @@ def series_on_rank(directory: str, steps: list[int], pad: bool) -> tuple[list[st
     strategy, wrong, lengths = job.strategy(), [], []
     with pytest.MonkeyPatch.context() as patch:
         if not pad:
-            patch.setattr(async_plan, "pad_non_tensor_items", lambda *_: None)
+            patch.setattr(async_plan, "pad_non_tensor_items", lambda *_: {})
         for number, step in enumerate(steps):
             state = moving_items(step, moved)
             lengths.append([len(archive([state[name].data])) for name in ("groups", "rng", "extra")])

@@ -125,10 +125,12 @@ def test_a_directory_that_is_not_there_is_refused_before_the_first_save(tmp_path
 
 def test_the_name_of_a_checkpoints_own_metadata_is_not_made(tmp_path: Path) -> None:
     """In the directory of a save that failed it would look like a complete checkpoint."""
-    finding = found(tmp_path / ".metadata", create=True)
-
-    assert finding.action is Action.STOP
-    assert "choose another name" in finding.reason
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "metadata.json").touch()
+    for path in (tmp_path / ".metadata", tmp_path / "step" / "prepared"):
+        finding = found(path, create=True)
+        assert finding.action is Action.STOP
+        assert "choose another directory and name" in finding.reason
 
 
 def test_a_relative_file_is_looked_up_here(tmp_path: Path) -> None:

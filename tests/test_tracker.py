@@ -39,6 +39,13 @@ def test_everything_else_is_opened_as_before(tmp_path: Path) -> None:
     assert FILES.answer == 42
 
 
+def test_remote_trackers_are_left_to_their_storage(tmp_path: Path) -> None:
+    opened = []
+    remote = AtomicTracker(SimpleNamespace(open=lambda *args: opened.append(args)))
+    remote.open(f"msc://profile/run/{TRACKER_FILE}", "w")
+    assert opened == [(f"msc://profile/run/{TRACKER_FILE}", "w")]
+
+
 def exiting(code: Any) -> Any:
     def read_metadata(path: str) -> Any:
         raise SystemExit(code)

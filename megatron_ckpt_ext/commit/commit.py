@@ -21,7 +21,7 @@ from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
 from megatron_ckpt_ext.publish.atomic import StagedFile, stage_file, write_file
 
-__all__ = ["Committed", "How", "OnDrift", "SaveCommit"]
+__all__ = ["Committed", "How", "OnDrift", "SaveCommit", "vote_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class SaveCommit:
         self._side_files = side_files or {}
         self._common = common
         self._on_end = on_end
+        self._committed: Committed | None = None
         self._results: Sequence[WriteResult] = ()
         self._staged: StagedFile | None = None
 
@@ -108,10 +109,10 @@ class SaveCommit:
         The coordinator of a save that is ready has its ``.metadata`` durable under a temporary name afterwards, so that
         a full disk is a vote as well and only a rename is left.
         """
-        outcome = self._judge()
+        outcome = self._compare()
         return outcome if self._common is None else replace(outcome, digest=self._common.vote())
 
-    def _judge(self) -> Outcome:
+    def _compare(self) -> Outcome:
         if self._planned.failure is not None:
             return Outcome(SaveStatus.FAILED, self._planned.failure)
         self._results, failure = retrieve_results(self._writer)
@@ -153,13 +154,22 @@ class SaveCommit:
         if self._common is not None and not verdict.alike:
             self._common.report(self._wrapper)
         try:
-            committed = self._conclude(verdict, outcome)
+            committed = self._committed = self._conclude(verdict, outcome)
         except WriteFailedError:
-            self._end(None)
+            self.confirm(published=False)
             raise
-        self._end(committed)
         self._publish_side_files()
         return committed
+
+    def confirm(self, *, published: bool) -> None:
+        """Tell the owner of the layout how the save ended, alike on all ranks. No collectives.
+
+        Args:
+            published: whether ``conclude`` went through on every rank. If not, the layout is dropped: what failed may
+                have been the layout itself, and only a common plan is sure to be right.
+        """
+        if self._on_end is not None:
+            self._on_end(self._committed if published else None)
 
     def __call__(self) -> None:
         """Vote and conclude, as a finalizer in a queue that does not vote itself. Called on all ranks."""
@@ -167,8 +177,10 @@ class SaveCommit:
 
     def run(self) -> Committed:
         """Vote and conclude. Called on all ranks: one MIN all_reduce first."""
-        outcome = self.outcome()
-        return self.conclude(agree(outcome, self._wrapper), outcome)
+        outcome = vote_of(self)
+        committed = self.conclude(agree(outcome, self._wrapper), outcome)
+        self.confirm(published=True)
+        return committed
 
     def _conclude(self, verdict: Verdict, outcome: Outcome) -> Committed:
         try:
@@ -184,10 +196,6 @@ class SaveCommit:
         if self._on_drift is OnDrift.FAIL and self._planned.prepared is not None:
             raise MetadataReuseError(share_cause(verdict, outcome, self._wrapper))
         return self._make_layout(outcome)
-
-    def _end(self, committed: Committed | None) -> None:
-        if self._on_end is not None:
-            self._on_end(committed)
 
     def _publish_side_files(self) -> None:
         if self._wrapper.is_coordinator:
@@ -222,3 +230,11 @@ class SaveCommit:
                 reason,
             )
         return Committed(how=How.REBUILT, prepared=made.prepared, reason=reason)
+
+
+def vote_of(commit: SaveCommit) -> Outcome:
+    """Return the outcome of a save; what goes wrong on the way is a vote too, for the peers are about to vote."""
+    try:
+        return commit.outcome()
+    except Exception as error:
+        return Outcome(SaveStatus.FAILED, f"checking what was written failed: {type(error).__name__}: {error}")

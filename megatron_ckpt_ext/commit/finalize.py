@@ -45,6 +45,7 @@ def save_state_dict_async_finalize(
         ValueError: reuse and create together, or reuse of something that was not planned with it.
         WriteFailedError: a rank could not write; on every rank.
         MetadataReuseError: a rank drifted and ``on_drift`` is ``fail``; on every rank.
+        OSError: on the coordinator only, if the last rename fails. ``AsyncSaveQueue`` shares that with all ranks.
     """
     if reuse_metadata_obj is not None and create_metadata_path is not None:
         raise ValueError(
@@ -65,7 +66,7 @@ def save_state_dict_async_finalize(
         global_metadata,
         dist_wrapper,
         fingerprint=fingerprint or Fingerprint(world_size=dist_wrapper.get_world_size()),
-        file=None if create_metadata_path is None else PreparedFile(path=create_metadata_path),
+        file=None if create_metadata_path is None else PreparedFile(create_metadata_path),
         on_drift=on_drift,
     )
     return commit.run().prepared

@@ -5,7 +5,6 @@ import os
 import socket
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
@@ -13,43 +12,47 @@ from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.container import Container
 from megatron_ckpt_ext.publish.atomic import write_file
 
-__all__ = ["PreparedFile", "distribute_file"]
+__all__ = ["PreparedFile", "distribute_file", "is_checkpoint_file"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedFile:
-    """Where the layout is kept for later jobs."""
+    """Where the layout is kept for later jobs, for the length of this one."""
 
-    path: str
-    """The file of ``--ckpt-metadata``."""
-    ours: bool = True
-    """Whether what is there now, if anything, is in our format."""
+    def __init__(self, path: str) -> None:
+        """Name the file of ``--ckpt-metadata``. No collectives."""
+        self.path = path
+        self._warned = False
 
     def why_untouched(self) -> str | None:
-        """Say why the file must not be rewritten, or ``None``. No collectives."""
-        if not self.ours:
-            return "it is a plain .metadata, not one that --ckpt-metadata-create made"
+        """Look at what is there now and say why it must not be rewritten, or ``None``. No collectives."""
         if is_checkpoint_file(self.path):
             return "it belongs to a checkpoint"
-        if os.path.exists(self.path) and not os.stat(self.path).st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+        if not os.path.exists(self.path):
+            return None
+        with Container.open(self.path) as file:
+            if not file.has_trailer:
+                return "it is not one that --ckpt-metadata-create made"
+        mode = os.stat(self.path).st_mode
+        if not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) or not os.access(self.path, os.W_OK):
             return "it is read-only"
         return None
 
     def write(self, chunks: Iterable[bytes]) -> bool:
-        """Write it if we may; else warn once. The checkpoint is published already, so nothing is raised.
+        """Write it if we may; else warn, once a job. The checkpoint is published already, so nothing is raised.
 
         Returns:
             Whether it was written.
         """
-        reason = self.why_untouched()
-        if reason is None:
-            try:
+        try:
+            reason = self.why_untouched()
+            if reason is None:
                 write_file(self.path, chunks)
-            except OSError as error:
-                reason = f"it could not be written ({error.strerror})"
-        if reason is not None:
+        except Exception as error:  # the peers wait for the coordinator's answer
+            reason = f"it could not be written ({type(error).__name__}: {error})"
+        if reason is not None and not self._warned:
+            self._warned = True
             logger.warning(
                 "The prepared metadata %s does not have the current layout, %s. This job goes on with the layout in "
                 "memory; a later job needs --ckpt-metadata-create and a file of its own.",
@@ -108,7 +111,7 @@ def _look(path: str, identity: str) -> _Sight:
     try:
         with Container.open(path) as file:
             sees = file.has_trailer and file.header().get("identity") == identity
-    except PreparedFileError:
+    except (PreparedFileError, OSError):
         sees = False
     return _Sight(sees, (host, directory.st_dev, directory.st_ino))
 
@@ -123,13 +126,17 @@ def _read(path: str) -> bytes | None:
 
 
 def _write(path: str, data: bytes) -> None:
+    """Write it on this node, by the same rules as on the coordinator's."""
     try:
-        write_file(path, [data])
-    except OSError as error:
+        reason = PreparedFile(path).why_untouched()
+        if reason is None:
+            write_file(path, [data])
+    except (OSError, PreparedFileError) as error:
+        reason = str(error)
+    if reason is not None:
         logger.warning(
-            "The prepared metadata %s could not be written on %s (%s); later jobs on this node need "
-            "--ckpt-metadata-create again.",
+            "The prepared metadata %s was not written on %s: %s. Later jobs on this node need --ckpt-metadata-create.",
             path,
             socket.gethostname(),
-            error.strerror,
+            reason,
         )

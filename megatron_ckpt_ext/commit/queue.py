@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ckpt_ext.commit.commit import SaveCommit
-from megatron_ckpt_ext.commit.failures import SaveFailedError, WriteFailedError
+from megatron_ckpt_ext.commit.commit import SaveCommit, vote_of
+from megatron_ckpt_ext.commit.failures import PublishFailedError, SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.compat.mcore import is_collective_finalizer, writes_metadata_json
@@ -204,7 +204,11 @@ class AsyncSaveQueue:
                 return Outcome(SaveStatus.PENDING)
             if call.box is not None:
                 call.box.items.extend(state.results)
-            call.outcome = _judge(state.failure, call.commit)
+            call.outcome = Outcome(SaveStatus.READY)
+            if state.failure is not None:
+                call.outcome = Outcome(SaveStatus.FAILED, state.failure)
+            elif call.commit is not None:
+                call.outcome = vote_of(call.commit)
         return call.outcome or Outcome(SaveStatus.PENDING)
 
     def _advance(self, call: _Active, verdict: Verdict, outcome: Outcome) -> bool:
@@ -214,8 +218,11 @@ class AsyncSaveQueue:
             call.concluded = True
             return False
         self._drop(call)
-        if verdict.status is SaveStatus.FAILED:
-            raise WriteFailedError(share_cause(verdict, outcome, self._wrapper)) from call.late_error
+        confirmed = verdict.status is not SaveStatus.FAILED
+        if call.commit is not None:
+            call.commit.confirm(published=confirmed)
+        if not confirmed:
+            raise PublishFailedError(share_cause(verdict, outcome, self._wrapper)) from call.late_error
         _run(self._finalizers(call, confirmed=True))
         return True
 
@@ -285,7 +292,9 @@ def _to_send(call: _Active) -> Call:
     """What the writer gets; results come back in a box of this save, not in NVRx's queue that all saves share."""
     request = call.request
     arguments = list(request.async_fn_args)
-    if call.commit is not None and len(arguments) > _RESULTS_ARGUMENT:
+    queue = arguments[_RESULTS_ARGUMENT] if len(arguments) > _RESULTS_ARGUMENT else None
+    # Megatron moves the finalizers of a save to the request of its logits, whose arguments are no results queue.
+    if call.commit is not None and call.commit.takes_results_from(queue):
         call.box = arguments[_RESULTS_ARGUMENT] = ResultBox()
         call.commit.take_results_from(call.box)
     return Call(
@@ -297,15 +306,6 @@ def _to_send(call: _Active) -> Call:
     )
 
 
-def _judge(failure: str | None, commit: SaveCommit | None) -> Outcome:
-    if failure is not None:
-        return Outcome(SaveStatus.FAILED, failure)
-    try:
-        return Outcome(SaveStatus.READY) if commit is None else commit.outcome()
-    except Exception as error:  # the peers are on their way to the reduction
-        return Outcome(SaveStatus.FAILED, f"checking what was written failed: {type(error).__name__}: {error}")
-
-
 def _remaining_finalizers(call: _Active) -> list[Callable[[], Any]]:
     """What is left to do after the commit: Megatron's tracker, loggers, and clean-up."""
     finalizers = [fn for fn in call.request.finalize_fns if fn is not call.commit]
@@ -315,5 +315,12 @@ def _remaining_finalizers(call: _Active) -> list[Callable[[], Any]]:
 
 
 def _run(finalizers: Sequence[Callable[[], Any]]) -> None:
+    """Run all of them, also behind one that fails; the first error is raised at the end."""
+    errors: list[BaseException] = []
     for finalizer in finalizers:
-        finalizer()
+        try:
+            finalizer()
+        except (Exception, CheckpointException) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -1,7 +1,7 @@
 """Names of megatron.training that the integration replaces or reads, and the versions they were read in.
 
 Megatron has no plug-in point for any of this, so names are replaced in the modules that look them up at call time
-(read in megatron-core 0.19.2). ``tests/test_compat.py`` notices when one of them moves.
+(read in megatron-core 0.19.2). ``tests/test_compat_training.py`` notices when one of them moves.
 """
 
 from argparse import Namespace

@@ -183,13 +183,7 @@ class Installation:
             session = self.session
             if session is None or session.observer is None:
                 return stock(*args, **options)
-            items, size = session.written
-            return session.observer.finalizing(
-                lambda: stock(*args, **options),
-                unfinalized_saves,
-                items=items,
-                size=size,
-            )
+            return session.observer.finalizing(lambda: stock(*args, **options), unfinalized_saves, session.written)
 
         return maybe_finalize_async_save
 

@@ -29,13 +29,19 @@ class SaveObserver:
     is counted too. No collectives.
     """
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str, rank: int, checkpoint_path: Callable[[int], str]) -> None:
         """Open the events file and start counting.
+
+        Args:
+            path: of ``--ckpt-events``.
+            rank: this rank.
+            checkpoint_path: step -> directory.
 
         Raises:
             ConfigurationError: the file cannot be opened.
         """
         self._log = EventLog(path, rank)
+        self._checkpoint_path = checkpoint_path
         self._counter = CollectiveCounter()
         self._counter.start()
         self._in_flight: deque[int] = deque()
@@ -61,15 +67,14 @@ class SaveObserver:
             return schedule()
 
     def finalizing(
-        self, finalize: Callable[[], Any], unfinalized: Callable[[], int], *, items: int = 0, size: int = 0
+        self, finalize: Callable[[], Any], unfinalized: Callable[[], int], written: Callable[[], tuple[int, int]]
     ) -> Any:
         """Run ``maybe_finalize_async_save``; record ``commit`` for each save that ended in it.
 
         Args:
             finalize: the call.
             unfinalized: how many saves are still in flight.
-            items: items that this rank writes in each save, where known.
-            size: their bytes.
+            written: items that this rank wrote in the last save, and their bytes, where known.
         """
         if not self._in_flight:
             return finalize()
@@ -77,12 +82,16 @@ class SaveObserver:
             with self._measure(Phase.COMMIT, self._commit):
                 result = finalize()
         except BaseException as error:
-            self._record(Phase.COMMIT, self._in_flight.popleft(), self._commit, reason=str(error))
+            self._committed(reason=str(error))
             raise
         while len(self._in_flight) > unfinalized():
-            self._record(Phase.COMMIT, self._in_flight.popleft(), self._commit, items=items, size=size)
-            self._commit = Measured()
+            items, size = written()
+            self._committed(items=items, size=size)
         return result
+
+    def _committed(self, *, items: int = 0, size: int = 0, reason: str | None = None) -> None:
+        commit, self._commit = self._commit, Measured()
+        self._record(Phase.COMMIT, self._in_flight.popleft(), commit, items=items, size=size, reason=reason)
 
     def rebuilt(self, reason: str) -> None:
         """Record that the save which is being finalized was rebuilt, inside ``finalizing``."""
@@ -121,4 +130,5 @@ class SaveObserver:
             bytes=size,
             collectives=measured.collectives,
             reason=reason,
+            path=self._checkpoint_path(step),
         )

@@ -1,6 +1,7 @@
 """Everything that outlives one save in a Megatron job, with one owner."""
 
 import logging
+import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -58,7 +59,7 @@ class MegatronSession:
         rank = dist.get_rank()
         try:
             if self._config.ckpt_events:
-                self.observer = SaveObserver(self._config.ckpt_events, rank)
+                self.observer = SaveObserver(self._config.ckpt_events, rank, self._checkpoint_path)
         except ConfigurationError as error:
             return Finding(action=Action.STOP, reason=str(error))
         return examine(self._config, self._fingerprint, rank, dist.get_world_size())
@@ -80,9 +81,8 @@ class MegatronSession:
         )
         return self._strategy
 
-    @property
     def written(self) -> tuple[int, int]:
-        """Items and bytes that this rank writes in each save, as far as known."""
+        """Return items and bytes that this rank writes in each save, as far as known. No collectives."""
         prepared = None if self._strategy is None else self._strategy.prepared
         if prepared is None:
             return 0, 0
@@ -103,6 +103,9 @@ class MegatronSession:
     def _committed(self, committed: Committed) -> None:
         if self.observer is not None and committed.how is How.REBUILT:
             self.observer.rebuilt(committed.reason or "")
+
+    def _checkpoint_path(self, step: int) -> str:
+        return os.path.join(self._config.save or "", f"iter_{step:07d}")
 
     def _announce(self, finding: Finding) -> None:
         if dist.get_rank() != 0:

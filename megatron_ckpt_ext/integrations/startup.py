@@ -11,8 +11,8 @@ from enum import IntEnum
 
 import torch.distributed as dist
 
+from megatron_ckpt_ext.commit.prepared_file import is_checkpoint_file
 from megatron_ckpt_ext.commit.status import reduce_min
-from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError, PreparedFileError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
@@ -132,8 +132,8 @@ def _location_problem(path: str, *, create: bool) -> str | None:
         return f"its directory {parent} does not exist: make it first"
     if not os.access(parent, os.W_OK):
         return f"its directory {parent} is not writable: choose another place"
-    if os.path.basename(path) == METADATA_FILE and not os.path.exists(path):
-        return f"{METADATA_FILE} would make its directory look like a complete checkpoint: choose another name"
+    if not os.path.exists(path) and is_checkpoint_file(path):
+        return "a new file there would be taken for a part of a checkpoint: choose another directory and name"
     return None
 
 

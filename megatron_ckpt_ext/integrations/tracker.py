@@ -34,14 +34,14 @@ class AtomicTracker(ModuleType):
         return getattr(self._real, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **options: Any) -> Any:
-        """Open a file; the tracker appears whole when it is closed."""
-        if mode == "w" and os.path.basename(str(path)) == TRACKER_FILE:
+        """Open a file; a local tracker appears whole at the end of its ``with`` block."""
+        if mode == "w" and os.path.basename(str(path)) == TRACKER_FILE and "://" not in str(path):
             return _WholeFile(str(path))
         return self._real.open(path, mode, *args, **options)
 
 
 class _WholeFile(io.StringIO):
-    """Text that becomes a file when it is closed, unless an exception closes it."""
+    """Text that becomes a file at the end of its ``with`` block, unless that ends with an exception."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

@@ -58,14 +58,20 @@ def _feed(hasher: "hashlib.blake2b", value: Any) -> None:
         hasher.update(b"[")
         for entry in value:
             _feed(hasher, entry)
+    elif isinstance(value, set | frozenset):
+        hasher.update(repr(sorted(_digest(entry) for entry in value)).encode())
     elif isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype}{list(value.shape)}".encode())
-        hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        if value.layout == torch.strided and not value.is_quantized:
+            hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     elif value is None or isinstance(value, str | bytes | int | float | complex | bool):
         hasher.update(repr(value).encode())
     else:
         hasher.update(type(value).__qualname__.encode())
-        hasher.update(_pickled(value))
+        if getattr(value, "__dict__", None):
+            _feed(hasher, vars(value))
+        else:
+            hasher.update(_pickled(value))
     hasher.update(b";")
 
 

@@ -2,8 +2,8 @@
 
 A non-tensor item is a ``torch.save`` archive, a zip file. It is filled up to its slot with one more stored entry that
 every reader of the archive ignores (``torch.load``, DCP, Megatron and NVRx, unchanged). The records are written as in
-the zip specification (PKWARE APPNOTE 6.3.10, sections 4.3.7, 4.3.12 and 4.3.16). The archive's zip64 end records, which
-nothing of this size needs, are dropped.
+the zip specification (PKWARE APPNOTE 6.3.10, sections 4.3.7, 4.3.12 and 4.3.16). The archive's zip64 end records
+are dropped; an archive that needs them (4 GiB) is left as it is.
 """
 
 import struct
@@ -73,7 +73,8 @@ def _end_record(archive: bytes) -> tuple[int, int, int] | None:
         return None
     signature, _, _, _, entries, size, offset, comment = _END.unpack(archive[-_END.size :])
     inside = offset + size <= len(archive) - _END.size
-    if signature != b"PK\x05\x06" or comment or not inside or entries == 0xFFFF:
+    in_zip64_records = entries == 0xFFFF or 0xFFFFFFFF in (size, offset)
+    if signature != b"PK\x05\x06" or comment or not inside or in_zip64_records:
         return None
     return entries, size, offset
 

@@ -28,8 +28,8 @@ class StagedFile:
         _fsync_directory(os.path.dirname(self.final) or ".")
 
     def discard(self) -> None:
-        """Remove the temporary file if it is still there."""
-        with contextlib.suppress(FileNotFoundError):
+        """Remove the temporary file if that is possible; never raises, for peers may be waiting. No collectives."""
+        with contextlib.suppress(OSError):
             os.unlink(self.temporary)
 
 

@@ -154,7 +154,6 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
 
     def _ended(self, committed: Committed | None) -> None:
-        # What failed may have been the layout itself (a lost item): only a common plan is sure to be right.
         self.prepared = None if committed is None else committed.prepared
         if committed is not None and self._on_commit is not None:
             self._on_commit(committed)
@@ -165,8 +164,5 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
 
 
 def _file_of(prepared: PreparedMetadata | None, create_path: str | None) -> PreparedFile | None:
-    if create_path is not None:
-        return PreparedFile(path=create_path)
-    if prepared is None or prepared.path is None:
-        return None
-    return PreparedFile(path=prepared.path, ours=prepared.in_our_format)
+    path = create_path if prepared is None else prepared.path
+    return None if path is None else PreparedFile(path)

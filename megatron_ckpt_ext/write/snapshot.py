@@ -21,7 +21,8 @@ _SHARED_MEMORY = "/dev/shm"
 def pickle_snapshot(value: Any) -> bytes:
     """Pickle ``value`` for a process started by this one; CPU tensors travel as copies in shared memory.
 
-    A tensor that is in shared memory already travels as it is: who put it there answers for it. No collectives.
+    A tensor that is in shared memory already travels as it is: who put it there answers for it. So do subclasses of
+    tensor and sparse or quantized ones, which NVRx's writer hands over as clones. No collectives.
 
     Raises:
         Exception: something in ``value`` cannot be pickled.

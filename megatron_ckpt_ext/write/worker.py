@@ -1,8 +1,8 @@
 """The writer process: takes calls from one trainer rank, stages them in order, writes them in order, and answers.
 
 Staging runs in the main thread and writing in one thread behind it, so that the staging of a save does not wait for
-the write of the save before. Answers are plain data. Nothing of this module runs in the trainer, and no collectives
-run here.
+the write of the save before. Answers are plain data. Only ``serve`` and what it calls run in the writer; no collectives
+run there.
 """
 
 import contextlib

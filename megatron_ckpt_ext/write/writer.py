@@ -158,9 +158,10 @@ class Writer:
         Calls that have not ended by then have failed.
         """
         if self.usable and all(state.ended for state in self._states.values()):
-            with contextlib.suppress(ValueError, OSError):
+            # At interpreter exit the queue may not start its thread any more; then there is nobody to wait for.
+            with contextlib.suppress(ValueError, OSError, RuntimeError):
                 self._calls.put(None)
-            self._process.join(grace.total_seconds())
+                self._process.join(grace.total_seconds())
         if self._process.is_alive():
             self._process.kill()
             self._process.join(grace.total_seconds())
