@@ -16,6 +16,7 @@ import pytest
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
 from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
 from megatron_ckpt_ext.compat import megatron_training
+from megatron_ckpt_ext.integrations.fingerprint import files_per_rank, optimizer_sharding
 from megatron_ckpt_ext.integrations.megatron_lm import Installation
 from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue
 
@@ -125,7 +126,7 @@ def test_optimizer_sharding_is_what_megatron_decides(reshardable: bool, distribu
     )
 
     decided = _build_sharded_state_dict_metadata(args, dp_cp_group=object())
-    assert megatron_training._optimizer_sharding(args) == decided.get("distrib_optim_sharding_type", "none")
+    assert optimizer_sharding(args) == decided.get("distrib_optim_sharding_type", "none")
 
 
 @pytest.mark.parametrize("constant", [True, False])
@@ -134,7 +135,7 @@ def test_workers_are_used_with_a_constant_structure_only(constant: bool) -> None
     from megatron.training.checkpointing import save_checkpoint
 
     args = Namespace(dist_ckpt_workers=4, ckpt_assume_constant_structure=constant)
-    assert megatron_training.workers_per_rank(args) == (4 if constant else 1)
+    assert files_per_rank(args) == (4 if constant else 1)
     source = " ".join(inspect.getsource(inspect.unwrap(save_checkpoint)).split())
     condition = "if args.ckpt_assume_constant_structure and args.ckpt_format == 'torch_dist':"
     assert "thread_count = args.dist_ckpt_workers" in source.split(condition)[1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prepared_files import FINGERPRINT, layout, prepared_bytes, written
 
-from megatron_ckpt_ext.compat.megatron_training import fingerprint_of
+from megatron_ckpt_ext.integrations.fingerprint import fingerprint_of
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.layout import owner_of, workers_per_rank
 from megatron_ckpt_ext.metadata.prepared import FingerprintMismatchError, PreparedMetadata, plain_fingerprint

@@ -41,11 +41,6 @@ ROWS = (
         may=("compat", "errors"),
         why="Files, slices and comparison: data, no collectives, no I/O of saves.",
     ),
-    Row(
-        name="compat.megatron_training",
-        may=("errors", "metadata"),
-        why="Megatron's arguments, read into our fingerprint; only integrations use it.",
-    ),
     Row(name="publish.atomic", why="Makes files appear and go; it does not know what is in them."),
     Row(
         name="publish.clean",
@@ -79,7 +74,7 @@ ROWS = (
     Row(
         name="integrations",
         may=(
-            *("arguments", "collectives", "commit", "compat", "compat.megatron_training", "config", "errors"),
+            *("arguments", "collectives", "commit", "compat", "config", "errors"),
             *("events", "metadata", "plan", "publish", "publish.atomic", "replacements", "strategy", "write"),
         ),
         why="Puts the package into a framework, so it may see every stage.",

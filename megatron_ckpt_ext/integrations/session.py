@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.commit import Committed, How, OnDrift
 from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
-from megatron_ckpt_ext.compat.megatron_training import fingerprint_of
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
+from megatron_ckpt_ext.integrations.fingerprint import fingerprint_of
 from megatron_ckpt_ext.integrations.observer import SaveObserver
 from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
