@@ -3,6 +3,7 @@
 import logging
 from argparse import Namespace
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,31 @@ def test_digests_see_content_and_nothing_else() -> None:
     assert 0 <= combined_digest(digests_by_key(one)) < 2**62
     shared: list[int] = [1]
     assert digests_by_key({"x": [shared, shared]}) == digests_by_key({"x": [[1], [1]]})
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Knot:
+    """An object that points at itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.me, self.function = value, self, len
+
+
+def test_digests_are_taken_of_whatever_arguments_hold() -> None:
+    def state(value: int, colour: Colour = Colour.RED) -> dict[str, Any]:
+        return {
+            "args": Namespace(knot=Knot(value), colour=colour, names={"b", "a", f"{value}"}, kind=Knot, path=Path("x"))
+        }
+
+    assert digests_by_key(state(1)) == digests_by_key(state(1))
+    assert digests_by_key(state(1))["args/knot"] != digests_by_key(state(2))["args/knot"]
+    assert digests_by_key(state(1))["args/names"] != digests_by_key(state(2))["args/names"]
+    assert digests_by_key(state(1))["args/colour"] != digests_by_key(state(1, Colour.BLUE))["args/colour"]
+    digests_by_key({"sparse": torch.eye(3).to_sparse()})
 
 
 @pytest.mark.parametrize(

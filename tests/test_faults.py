@@ -1,7 +1,8 @@
 """Faults in every phase of a save: no hang, the newest complete checkpoint is whole, and a new job goes on.
 
 The everyday run has a selection; ``make faults`` runs all cells, prints the table and keeps it in ``docs/faults.md``.
-Limits: two ranks, one machine, gloo, small states, page cache and tmpfs in the place of a parallel file system.
+Limits: two ranks (a selection at four), one machine, gloo, small states, page cache and tmpfs in the place of a
+parallel file system.
 """
 
 import contextlib
@@ -36,6 +37,15 @@ EVERYDAY = {
     Cell(actor=Actor.WRITER, fault=Fault.STOP, phase=Phase.WRITING),
 }
 EVERYDAY |= {cell for cell in CELLS if cell.fault not in SIGNALS and not cell.expected.job_ends}
+AT_FOUR_RANKS = (
+    Cell(actor=Actor.TRAINER, fault=Fault.EXCEPTION, phase=Phase.PLANNING),
+    Cell(actor=Actor.TRAINER, fault=Fault.READ_ONLY, phase=Phase.RENAME),
+    Cell(actor=Actor.TRAINER, fault=Fault.EXCEPTION, phase=Phase.TRACKER),
+    Cell(actor=Actor.WRITER, fault=Fault.KILL, phase=Phase.STAGING),
+    Cell(actor=Actor.WRITER, fault=Fault.KILL, phase=Phase.WRITING),
+    Cell(actor=Actor.WRITER, fault=Fault.STOP, phase=Phase.WRITING),
+    Cell(actor=Actor.WRITER, fault=Fault.EXCEPTION, phase=Phase.WRITING),
+)
 NO_MOUNT = "no tmpfs can be mounted here"
 
 
@@ -201,6 +211,17 @@ def test_every_fault(ranks: RankPool, tmp_path: Path) -> None:
     assert [line for line in lines if line[1] == "FAILED"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_selection_at_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    if not can_mount(tmp_path):
+        pytest.skip(NO_MOUNT)
+    with small_file_systems(AT_FOUR_RANKS, tmp_path) as placed:
+        found = ranks.run(survive_on_rank, placed, world_size=4, timeout=200)
+    rows = [Row(cell=cell, found=each) for cell, each in zip(AT_FOUR_RANKS, zip(*found, strict=True), strict=True)]
+    assert {str(row.cell): row.faults for row in rows if row.faults} == {}
+
+
 def _judged(cell: Cell, ran: dict[Cell, Row]) -> tuple[str, str]:
     if cell.not_applicable is not None:
         return "n/a", cell.not_applicable
@@ -229,7 +250,8 @@ def _document(lines: Sequence[tuple[Cell, str, str]], seconds: float) -> None:
         "checkpoint holds what was saved, bit for bit; the tracker names a complete checkpoint; where the job lives, "
         "it saves again; and a new job follows the prepared file and saves.",
         "",
-        "Limits: one machine, gloo, small states, and tmpfs in the place of a parallel file system.",
+        "`make faults` also runs a selection at four ranks. Limits: one machine, gloo, small states, and tmpfs in the "
+        "place of a parallel file system.",
         "",
         "| who | fault | phase | result | what happened |",
         "|---|---|---|---|---|",

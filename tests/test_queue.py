@@ -109,6 +109,10 @@ def test_tensors_may_be_overwritten_once_schedule_returns(intact: Played, how: s
     assert intact.alike(f"snapshot_{how}") == "done"
 
 
+def test_finalizers_that_were_moved_to_the_request_of_the_logits(intact: Played) -> None:
+    assert intact.alike("logits") == (2, "('shard', b'meta', b'more')")
+
+
 def test_a_rename_that_fails_raises_on_every_rank_in_the_next_poll(intact: Played) -> None:
     voted, confirmed, saved_after = intact.alike("late_failure")
 

@@ -299,7 +299,7 @@ def test_half_an_answer_stops_nobody() -> None:
 
 
 def test_too_little_shared_memory_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=rf"{tmp_path} has \d+ bytes free and a tensor of 1152921504606846976 bytes"):
+    with pytest.raises(OSError, match=rf"{tmp_path} has \d+ bytes free and 1152921504606846976 bytes of tensors"):
         check_room(str(tmp_path), 1 << 60)
     check_room(str(tmp_path), 1)
 

@@ -99,7 +99,6 @@ class SaveCommit:
         self._side_files = side_files or {}
         self._common = common
         self._on_end = on_end
-        self._committed: Committed | None = None
         self._results: Sequence[WriteResult] = ()
         self._staged: StagedFile | None = None
 
@@ -154,22 +153,21 @@ class SaveCommit:
         if self._common is not None and not verdict.alike:
             self._common.report(self._wrapper)
         try:
-            committed = self._committed = self._conclude(verdict, outcome)
+            committed = self._conclude(verdict, outcome)
         except WriteFailedError:
-            self.confirm(published=False)
+            self.withdraw()
             raise
-        self._publish_side_files()
+        # Told before anything can fail on this rank alone, so that the next save is planned alike on all of them.
+        self._tell(committed)
+        self._publish()
         return committed
 
-    def confirm(self, *, published: bool) -> None:
-        """Tell the owner of the layout how the save ended, alike on all ranks. No collectives.
+    def withdraw(self) -> None:
+        """Tell the owner of the layout that the save failed, alike on all ranks. No collectives.
 
-        Args:
-            published: whether ``conclude`` went through on every rank. If not, the layout is dropped: what failed may
-                have been the layout itself, and only a common plan is sure to be right.
+        What failed may have been the layout itself, so the next save is planned together.
         """
-        if self._on_end is not None:
-            self._on_end(self._committed if published else None)
+        self._tell(None)
 
     def __call__(self) -> None:
         """Vote and conclude, as a finalizer in a queue that does not vote itself. Called on all ranks."""
@@ -178,26 +176,31 @@ class SaveCommit:
     def run(self) -> Committed:
         """Vote and conclude. Called on all ranks: one MIN all_reduce first."""
         outcome = vote_of(self)
-        committed = self.conclude(agree(outcome, self._wrapper), outcome)
-        self.confirm(published=True)
-        return committed
+        return self.conclude(agree(outcome, self._wrapper), outcome)
 
     def _conclude(self, verdict: Verdict, outcome: Outcome) -> Committed:
-        try:
-            if verdict.status is SaveStatus.READY and self._planned.prepared is not None:
-                if self._staged is not None:
-                    self._staged.publish()
-                return Committed(how=How.REUSED, prepared=self._planned.prepared)
-        finally:
-            if self._staged is not None:
-                self._staged.discard()
+        if verdict.status is SaveStatus.READY and self._planned.prepared is not None:
+            return Committed(how=How.REUSED, prepared=self._planned.prepared)
+        if self._staged is not None:
+            self._staged.discard()
+            self._staged = None
         if verdict.status is SaveStatus.FAILED:
             raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
         if self._on_drift is OnDrift.FAIL and self._planned.prepared is not None:
             raise MetadataReuseError(share_cause(verdict, outcome, self._wrapper))
         return self._make_layout(outcome)
 
-    def _publish_side_files(self) -> None:
+    def _tell(self, committed: Committed | None) -> None:
+        if self._on_end is not None:
+            self._on_end(committed)
+
+    def _publish(self) -> None:
+        """What the coordinator does alone: the rename, if the layout was not just made, and the side files."""
+        if self._staged is not None:
+            try:
+                self._staged.publish()
+            finally:
+                self._staged.discard()
         if self._wrapper.is_coordinator:
             for name, content in self._side_files.items():
                 write_file(os.path.join(str(self._writer.checkpoint_id), name), [content])

@@ -218,10 +218,9 @@ class AsyncSaveQueue:
             call.concluded = True
             return False
         self._drop(call)
-        confirmed = verdict.status is not SaveStatus.FAILED
-        if call.commit is not None:
-            call.commit.confirm(published=confirmed)
-        if not confirmed:
+        if verdict.status is SaveStatus.FAILED:
+            if call.commit is not None:
+                call.commit.withdraw()
             raise PublishFailedError(share_cause(verdict, outcome, self._wrapper)) from call.late_error
         _run(self._finalizers(call, confirmed=True))
         return True

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -26,6 +26,7 @@ __all__ = [
     "ShardedObject",
     "ShardedTensor",
     "TorchDistSaveShardedStrategy",
+    "bytes_to_write",
     "is_collective_finalizer",
     "metadata_json",
     "nested_values",
@@ -45,6 +46,12 @@ def to_pyt_state_dict(sharded_state_dict: dict[str, Any], *, keep_only_main_repl
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica)
     state_dict: dict[str, Any] = mcore_to_pyt_state_dict(by_key, False)
     return state_dict
+
+
+def bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:
+    """Return the bytes of the tensors that this rank writes: its main replicas."""
+    shards = (entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor))
+    return sum(shard.data.nbytes for shard in shards if shard.data is not None and is_main_replica(shard.replica_id))
 
 
 def save_planner(*, keep_only_main_replica: bool) -> MCoreSavePlanner:

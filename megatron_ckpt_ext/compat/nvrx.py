@@ -15,6 +15,7 @@ __all__ = [
     "AsyncRequest",
     "FileSystemWriterAsync",
     "forget_what_the_writer_has",
+    "has_shared_buffers",
     "join_instances",
     "non_tensor_items",
     "open_cuda_device",
@@ -52,3 +53,8 @@ def forget_what_the_writer_has() -> None:
 def join_instances(queue: object) -> None:
     """Let ``abort_nvrx_checkpoint`` (in-process restart) find a queue that is not NVRx's own class."""
     AsyncCallsQueue._instances.add(queue)
+
+
+def has_shared_buffers() -> bool:
+    """Whether an earlier save left buffers in shared memory that the next one fills again."""
+    return bool(FileSystemWriterAsync._shm_tensor_cache)

@@ -1,10 +1,11 @@
 """Digests of plain state, equal on two ranks whenever the state is: no object identity, no order of dictionaries."""
 
 import hashlib
-import io
-import pickle
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch
 __all__ = ["combined_digest", "digests_by_key"]
 
 _BITS = 62
+_DEPTH = 8
+"""Common state is shallow; objects that point at each other are not walked for ever."""
 
 
 def digests_by_key(state: Mapping[str, Any]) -> dict[str, int]:
@@ -43,45 +46,41 @@ def _members(value: Any) -> Mapping[Any, Any] | None:
 
 def _digest(value: Any) -> int:
     hasher = hashlib.blake2b(digest_size=8)
-    _feed(hasher, value)
+    _feed(hasher, value, _DEPTH)
     return int.from_bytes(hasher.digest()) >> (64 - _BITS)
 
 
-def _feed(hasher: "hashlib.blake2b", value: Any) -> None:
-    members = _members(value)
-    if members is not None:
-        hasher.update(b"{")
-        for key in sorted(members, key=repr):
-            hasher.update(repr(key).encode())
-            _feed(hasher, members[key])
-    elif isinstance(value, list | tuple):
-        hasher.update(b"[")
-        for entry in value:
-            _feed(hasher, entry)
+def _feed(hasher: "hashlib.blake2b", value: Any, depth: int) -> None:
+    """Hash what the state says. What lies deeper than ``depth``, or has no content to be seen, counts by its type."""
+    if value is None or isinstance(value, str | bytes | int | float | complex | bool):
+        hasher.update(f"{type(value).__name__} {value!r};".encode())
+        return
+    hasher.update(f"{type(value).__qualname__};".encode())
+    if isinstance(value, torch.Tensor):
+        _feed_tensor(hasher, value)
+    elif isinstance(value, Enum):
+        hasher.update(value.name.encode())
     elif isinstance(value, set | frozenset):
         hasher.update(repr(sorted(_digest(entry) for entry in value)).encode())
-    elif isinstance(value, torch.Tensor):
-        hasher.update(f"{value.dtype}{list(value.shape)}".encode())
-        if value.layout == torch.strided and not value.is_quantized:
-            hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    elif value is None or isinstance(value, str | bytes | int | float | complex | bool):
-        hasher.update(repr(value).encode())
-    else:
-        hasher.update(type(value).__qualname__.encode())
-        if getattr(value, "__dict__", None):
-            _feed(hasher, vars(value))
-        else:
-            hasher.update(_pickled(value))
-    hasher.update(b";")
+    elif depth > 0:
+        for entry in _parts(value):
+            _feed(hasher, entry, depth - 1)
+    hasher.update(b".")
 
 
-def _pickled(value: Any) -> bytes:
-    """Without a memo, in which equal but not identical members would differ; where that fails, by its type alone."""
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, protocol=4)
-    pickler.fast = True
-    try:
-        pickler.dump(value)
-    except Exception:  # what cannot be pickled cannot be saved either; that is not for this check to find
-        return b""
-    return stream.getvalue()
+def _parts(value: Any) -> Iterable[Any]:
+    """What a container or object consists of, in an order that equal ones share."""
+    if isinstance(value, list | tuple):
+        return value
+    members = _members(value)
+    if members is None and not isinstance(value, type | FunctionType | ModuleType):
+        members = getattr(value, "__dict__", None)
+    pairs: list[tuple[Any, Any]] = [] if members is None else list(members.items())
+    pairs.sort(key=lambda pair: repr(pair[0]))
+    return chain.from_iterable(pairs)
+
+
+def _feed_tensor(hasher: "hashlib.blake2b", value: torch.Tensor) -> None:
+    hasher.update(f"{value.dtype}{list(value.shape)}".encode())
+    if value.layout == torch.strided and not value.is_quantized:
+        hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

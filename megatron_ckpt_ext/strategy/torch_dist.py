@@ -15,17 +15,19 @@ from megatron_ckpt_ext.compat.mcore import (
     COMMON_STATE,
     METADATA_JSON,
     TorchDistSaveShardedStrategy,
+    bytes_to_write,
     metadata_json,
     save_planner,
     to_pyt_state_dict,
 )
-from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync
+from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync, has_shared_buffers
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlanResult, failed_plan, save_state_dict_async_plan
 from megatron_ckpt_ext.plan.held import held_in_sharded_state_dict
 from megatron_ckpt_ext.write.nothing import write_nothing
+from megatron_ckpt_ext.write.snapshot import SHARED_MEMORY, check_room
 
 __all__ = ["PreparedSaveStrategy"]
 
@@ -110,6 +112,8 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
 
     def _plan(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> PlanResult:
         held = held_in_sharded_state_dict(sharded_state_dict)
+        if self.cpu_shm_mode and not has_shared_buffers():
+            check_room(SHARED_MEMORY, bytes_to_write(sharded_state_dict))
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
         return save_state_dict_async_plan(
             state_dict,

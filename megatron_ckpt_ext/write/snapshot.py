@@ -13,9 +13,10 @@ import torch
 
 from megatron_ckpt_ext.compat.torch_shared import new_shared, reduce_shared
 
-__all__ = ["pickle_snapshot"]
+__all__ = ["SHARED_MEMORY", "check_room", "pickle_snapshot"]
 
-_SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = "/dev/shm"
+"""Where Linux keeps memory that processes share."""
 
 
 def pickle_snapshot(value: Any) -> bytes:
@@ -37,7 +38,7 @@ class _SnapshotPickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         if not _is_private_memory(value):
             return NotImplemented
-        check_room(_SHARED_MEMORY, value.numel() * value.element_size())
+        check_room(SHARED_MEMORY, value.numel() * value.element_size())
         return reduce_shared(new_shared(value.shape, value.dtype).copy_(value.detach()))
 
 
@@ -62,6 +63,6 @@ def check_room(directory: str, needed: int) -> None:
     free = space.f_bavail * space.f_frsize
     if needed > free:
         raise OSError(
-            f"{directory} has {free} bytes free and a tensor of {needed} bytes must be copied there: make it larger "
+            f"{directory} has {free} bytes free and {needed} bytes of tensors must be copied there: make it larger "
             "(docker: --shm-size), or let fewer ranks save at once"
         )
