@@ -8,6 +8,9 @@ from ranks import RankPool
 from torch.distributed.checkpoint.metadata import Metadata
 from workload import Job, assert_holds, save_series_on_rank
 
+from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
+from megatron_ckpt_ext.metadata.prepared import FingerprintMismatchError, PreparedMetadata
+
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fully_parallel", [False, True], ids=["plain", "fully_parallel"])
@@ -24,6 +27,21 @@ def test_round_trip(ranks: RankPool, tmp_path: Path, world_size: int, workers: i
         assert_holds(tmp_path / f"step_{seed}", [rank[number] for rank in held])
     for number, seed in enumerate([3, 4]):
         assert_holds(tmp_path / f"step_{seed}", [rank[number] for rank in held_later])
+
+
+def test_a_file_that_does_not_fit_is_replaced_by_the_first_save_of_a_job_that_creates(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "prepared.metadata")
+    ranks.run(save_series_on_rank, Job(directory=str(tmp_path), create=file), [1])
+    with pytest.raises(FingerprintMismatchError, match="workers per rank is 2 in this job and 1 in the prepared"):
+        PreparedMetadata.load(file, 0, 2, expected=Fingerprint(workers_per_rank=2))
+
+    ranks.run(save_series_on_rank, Job(directory=str(tmp_path), workers=2, create=file), [2])
+    held = ranks.run(save_series_on_rank, Job(directory=str(tmp_path), workers=2, reuse=file), [3])
+
+    assert PreparedMetadata.load(file, 0, 2, expected=Fingerprint(workers_per_rank=2)).fingerprint.workers_per_rank == 2
+    assert_holds(tmp_path / "step_3", [rank[0] for rank in held])
 
 
 def test_the_prepared_file_is_a_complete_metadata_for_plain_pickle(ranks: RankPool, tmp_path: Path) -> None:
