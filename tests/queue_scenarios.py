@@ -172,15 +172,11 @@ def foreign_failures(scene: Scene) -> Any:
     return writing, scene.failure(scene.finish), ran
 
 
-def note_all(path: Path, *rest: Any) -> None:
-    path.write_text(repr(rest))
-
-
 def logits(scene: Scene) -> Any:
     """Distillation: Megatron moves the finalizers of a save to a request behind it, whose arguments are its own."""
     request = scene.request("step_1", state(1))
     path = scene.directory / f"logits_{scene.rank}"
-    behind_it = NvrxRequest(note_all, (path, "shard", b"meta", b"more"), request.finalize_fns.copy())
+    behind_it = NvrxRequest(Path.write_text, (path, "shard", "utf-8", "strict"), request.finalize_fns.copy())
     request.finalize_fns.clear()
     for each in (request, behind_it):
         scene.queue.schedule_async_request(each)

@@ -1,6 +1,5 @@
 """The common state is compared by one number in the vote; a difference is named, once, without ending anything."""
 
-import logging
 from argparse import Namespace
 from dataclasses import replace
 from enum import Enum
@@ -11,21 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from workload import Job, save, state
+from workload import Job, heard, save, state
 
 from megatron_ckpt_ext.collectives import CollectiveCounter, CollectiveSums
 from megatron_ckpt_ext.metadata.digest import combined_digest, digests_by_key
-
-
-class Heard(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def saves_on_rank(directory: str, differing: bool) -> tuple[list[str], list[int], int]:
@@ -33,21 +21,17 @@ def saves_on_rank(directory: str, differing: bool) -> tuple[list[str], list[int]
     create = Job(directory=directory, create=f"{directory}/prepared")
     save(create.strategy(), f"{directory}/created", with_common(seed=1, differing=False))
     strategy = replace(create, create=None, reuse=f"{directory}/prepared").strategy()
-    heard, logger = Heard(), logging.getLogger("megatron_ckpt_ext")
-    logger.addHandler(heard)
     objects = []
-    for seed in (2, 3, 4):
-        strategy.preprocess_common = lambda common: {**common, "args": without_rank(common["args"])}
-        with CollectiveCounter() as counter, counter.phase("save") as tally:
-            request = strategy.async_save(
-                as_megatron_does(with_common(seed=seed, differing=differing)), made(directory, seed)
-            )
-            request.execute_sync()
-        objects.append(CollectiveSums.of(tally.counts).objects)
-    logger.removeHandler(heard)
+    with heard() as warnings:
+        for seed in (2, 3, 4):
+            strategy.preprocess_common = lambda common: {**common, "args": without_rank(common["args"])}
+            with CollectiveCounter() as counter, counter.phase("save") as tally:
+                state_dict = as_megatron_does(with_common(seed=seed, differing=differing))
+                strategy.async_save(state_dict, made(directory, seed)).execute_sync()
+            objects.append(CollectiveSums.of(tally.counts).objects)
     dist.barrier()  # rank 0 publishes after the vote, on which nobody waits
     published = sum((Path(directory) / f"step_{seed}" / ".metadata").exists() for seed in (2, 3, 4))
-    return heard.texts, objects, published
+    return warnings, objects, published
 
 
 def with_common(*, seed: int, differing: bool) -> dict[str, Any]:
