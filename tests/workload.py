@@ -6,7 +6,7 @@ replicated objects. Functions named ``*_on_rank`` run inside a rank of the pool.
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ ROWS = 4
 COLUMNS = 6
 
 type StateDict = dict[str, Any]
-type Mutation = Callable[[StateDict, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

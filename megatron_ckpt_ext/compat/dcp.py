@@ -15,13 +15,11 @@ __all__ = [
     "PLAN_GLOBALS",
     "DistWrapper",
     "StorageInfo",
-    "StoragePrefix",
     "is_wrapped_exception",
 ]
 
 DistWrapper = _DistWrapper
 StorageInfo = _StorageInfo
-StoragePrefix = _StoragePrefix
 is_wrapped_exception = _is_wrapped_exception
 
 METADATA_FILE = ".metadata"

@@ -155,17 +155,6 @@ class Container:
         footer = self._trailer
         return self._read(0, footer.body_length, footer.body_crc, "body", self._size)
 
-    def sections(self) -> list[bytes]:
-        """Return all sections as they stand in the file, to write them again."""
-        footer = self._trailer
-        index = self._read(
-            footer.index_offset, footer.world_size * _ENTRY.size, footer.index_crc, "index", _SECTION_LIMIT
-        )
-        return [
-            self._read(offset, length, crc, f"section of rank {rank}", _SECTION_LIMIT)
-            for rank, (offset, length, crc) in enumerate(_ENTRY.iter_unpack(index))
-        ]
-
     def whole_file(self) -> bytes:
         """Return every byte of the file."""
         self._file.seek(0)
