@@ -108,12 +108,12 @@ install_nvrx_despite_its_tag() {
 install_packages() {
     local needed
     if glibc_is_older_than 2.39; then
-        needed=$(requirements dev)
+        needed=$(requirements dev msc plot)
         mapfile -t needed <<<"$needed"
         pip_install "${needed[@]}"
         install_nvrx_despite_its_tag
     else
-        needed=$(requirements dev nvrx)
+        needed=$(requirements dev msc plot nvrx)
         mapfile -t needed <<<"$needed"
         pip_install "${needed[@]}"
     fi
