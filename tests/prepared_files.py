@@ -5,6 +5,7 @@ independent of the package's own constants: a change of the format must be notic
 """
 
 import json
+import pickle
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ckpt_ext.compat.dcp import StorageInfo
+from megatron_ckpt_ext.metadata.body import BodyReader
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import describe_metadata, locators_of
 from megatron_ckpt_ext.metadata.layout import Slice
+from megatron_ckpt_ext.metadata.pickled import with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata, plain_fingerprint
 
 TRAILER = struct.Struct("<QIQIQIIIII8s")
@@ -139,7 +142,17 @@ def prepared_bytes(metadata: Metadata, fingerprint: Fingerprint = FINGERPRINT, *
     parts = [PreparedMetadata.create(slice_of(metadata, rank), settings) for rank in range(world_size)]
     whole = PreparedMetadata.create(slice_of(metadata, 0), settings, metadata=metadata)
     sections = [part.section_bytes() for part in parts]
-    return b"".join(whole.file_chunks(metadata.storage_meta, sections, identity=identity))
+    suffix = with_storage_meta(metadata.storage_meta)
+    return b"".join(whole.file_chunks(suffix, sections, identity=identity))
+
+
+def published(prepared: PreparedMetadata, storage_meta: StorageMeta | None) -> Metadata:
+    """Return the metadata that the coordinator publishes for one checkpoint."""
+    assert prepared.body is not None
+    data = b"".join([*BodyReader().read(prepared.body), with_storage_meta(storage_meta)])
+    metadata = pickle.loads(data)
+    assert isinstance(metadata, Metadata)
+    return metadata
 
 
 def crafted_bytes(

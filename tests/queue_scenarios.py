@@ -4,8 +4,12 @@ A writer costs some seconds of imports, so scenarios run one after the other ove
 error.
 """
 
+import json
 import os
+import pickle
+import shutil
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,12 +24,15 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest as MegatronRequest
-from workload import Job, StateDict, state, values
+from workload import Job, StateDict, heard, state, values
 
 from megatron_ckpt_ext.collectives import CollectiveCounter
+from megatron_ckpt_ext.commit.commit import How
 from megatron_ckpt_ext.commit.failures import SaveFailedError
 from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
 from megatron_ckpt_ext.compat.nvrx import AsyncRequest as NvrxRequest
+from megatron_ckpt_ext.metadata.container import Container, container_chunks
+from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.write.worker import WorkerSettings
 
 LONG = timedelta(seconds=60)
@@ -255,6 +262,126 @@ def failed_tracker(scene: Scene) -> Any:
     return scene.failure(scene.finish), ran
 
 
+def named(qualname: str, function: Callable[[], Any]) -> Callable[[], Any]:
+    """A finalizer by the name that tells what Megatron made it for."""
+
+    def finalizer() -> None:
+        function()
+
+    finalizer.__qualname__ = qualname
+    return finalizer
+
+
+def failed_logger(scene: Scene) -> Any:
+    """A finalizer that only tells a logger about the save fails, on either side of the confirmation."""
+    ran: list[str] = []
+    request = scene.request("step_1", state(1))
+    request.finalize_fns.append(named("save_checkpoint.<locals>.wandb_finalize_fn", fail))
+    request.finalize_fns.append(partial(ran.append, "behind it"))
+    scene.queue.schedule_async_request(request)
+    return len(scene.finish()), ran
+
+
+def failed_late(scene: Scene) -> Any:
+    """A finalizer of rank 1 fails after all have agreed that the save is published: nobody waits for that any more."""
+    request = scene.request("step_1", state(1))
+    request.finalize_fns.append(fail if scene.rank == 1 else lambda: None)
+    scene.queue.schedule_async_request(request)
+    return len(scene.finish())
+
+
+def failed_integrity(scene: Scene) -> Any:
+    """The same where a finalizer needs all ranks: then all wait for it, and hear what became of it on one."""
+    request = scene.request("step_1", state(1))
+    request.finalize_fns.append(named("save.<locals>.integrity_finalize_fn", dist.barrier))
+    request.finalize_fns.append(fail if scene.rank == 1 else lambda: None)
+    scene.queue.schedule_async_request(request)
+    failure = scene.failure(scene.finish)
+    failed = scene.queue.consecutive_failures
+    scene.schedule("step_2", 2)
+    return failure, failed, len(scene.finish()), scene.queue.consecutive_failures
+
+
+def staged(scene: Scene) -> Any:
+    """What lies there once the writers have written and nobody has voted, and what is opened to write from then on."""
+    scene.schedule("step_1", 1)
+    scene.ready()
+    before = sorted(path.name.split(".")[-1] for path in (scene.directory / "step_1").iterdir())
+    dist.barrier()
+    opened: list[str] = []
+    listening = [True]
+    sys.addaudithook(lambda event, found: note_opened(opened, event, found) if listening else None)  # never goes
+    scene.finish()
+    listening.clear()
+    return before, opened
+
+
+def note_opened(opened: list[str], event: str, found: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(found[0], str) and found[2] & (os.O_WRONLY | os.O_RDWR):
+        opened.append(found[0])
+
+
+def follow_changed(scene: Scene, change: Callable[[Path], object]) -> Any:
+    """Follow a prepared file that is changed by somebody else between the start of the job and its first save."""
+    file = scene.directory / "own.prepared"
+    if scene.rank == 0:
+        shutil.copy(scene.directory.parent / PREPARED, file)
+    dist.barrier()
+    published: list[How] = []
+    extra = {"on_commit": lambda committed: published.append(committed.how)}
+    scene.strategy = Job(directory="", reuse=str(file), extra=extra).strategy()
+    dist.barrier()
+    if scene.rank == 0:
+        change(file)
+    dist.barrier()
+    with heard() as warnings:
+        for step in (1, 2):
+            scene.schedule(f"step_{step}", step)
+            scene.finish()
+    rewritten = PreparedMetadata.load(str(file), scene.rank, dist.get_world_size())
+    return published, warnings, rewritten.slice == scene.strategy.prepared.slice
+
+
+def garble(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+def make_hostile(file: Path) -> None:
+    """Put a pickle in front of the trailer that would run something, with checksums that agree."""
+    body = pickle.dumps(RunsCommand(f"touch {file.parent}/executed"))[:-1]
+    with Container.open(str(file)) as container:
+        sections = [container.section(rank) for rank in range(container.world_size)]
+        header = container.header()
+    encoded = [json.dumps(section).encode() for section in sections]
+    file.write_bytes(b"".join(container_chunks(body=body, suffix=b".", header=header, sections=encoded)))
+
+
+class RunsCommand:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (self.command,))
+
+
+def follow_hostile(scene: Scene) -> Any:
+    """Follow a prepared file whose layout is hostile; sections and checksums are in order, so the start sees nothing."""
+    file = scene.directory / "own.prepared"
+    if scene.rank == 0:
+        shutil.copy(scene.directory.parent / PREPARED, file)
+        make_hostile(file)
+    dist.barrier()
+    published: list[How] = []
+    extra = {"on_commit": lambda committed: published.append(committed.how)}
+    scene.strategy = Job(directory="", reuse=str(file), extra=extra).strategy()
+    with heard() as warnings:
+        scene.schedule("step_1", 1)
+        scene.finish()
+    return published, warnings, (scene.directory / "executed").exists()
+
+
 def unpicklable(scene: Scene) -> Any:
     request = scene.request("bad", state(1))
     del scene.held["bad"]
@@ -322,6 +449,13 @@ INTACT: dict[str, Callable[[Scene], Any]] = {
     "snapshot_shm_cached": partial(snapshot, **SHARED_BUFFERS),
     "late_failure": late_failure,
     "failed_tracker": failed_tracker,
+    "failed_logger": failed_logger,
+    "failed_late": failed_late,
+    "failed_integrity": failed_integrity,
+    "staged": staged,
+    "follow_removed": partial(follow_changed, change=Path.unlink),
+    "follow_garbled": partial(follow_changed, change=garble),
+    "follow_hostile": follow_hostile,
     "unpicklable": unpicklable,
     "failing_writer": failing_writer,
     "closed": closed,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
-from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
+from megatron_ckpt_ext.commit.queue import DEFAULT_TIMEOUT, AsyncSaveQueue
 from megatron_ckpt_ext.compat import megatron_training
 from megatron_ckpt_ext.integrations.fingerprint import files_per_rank, optimizer_sharding
 from megatron_ckpt_ext.integrations.megatron_lm import Installation
@@ -91,7 +91,7 @@ def test_our_queue_has_what_megatron_asks_nvrxs_queue_for() -> None:
     """Megatron inspects both signatures before it passes options on."""
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
-    ours: Any = megatron_queue(WarmWriter(), None)
+    ours: Any = megatron_queue(WarmWriter(), DEFAULT_TIMEOUT)
     for name in ("__init__", "warmup_persistent_caller"):
         theirs = inspect.signature(getattr(AsyncCallsQueue, name)).parameters
         assert theirs.keys() <= inspect.signature(getattr(ours, name)).parameters.keys()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prepared_files import FINGERPRINT, Ranges, crafted_bytes, layout, prepared_bytes, slice_of, written
+from prepared_files import FINGERPRINT, Ranges, crafted_bytes, layout, prepared_bytes, published, slice_of, written
 from ranks import RankPool
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -56,11 +56,10 @@ def test_only_the_coordinator_can_publish(tmp_path: Path) -> None:
     path = written(tmp_path / "prepared", prepared_bytes(metadata))
     meta = StorageMeta(checkpoint_id="/checkpoints/step_9", save_id="ninth")
 
-    published = b"".join(PreparedMetadata.load(path, 0, 2).metadata_chunks(meta))
-
-    assert pickle.loads(published) == replace(metadata, storage_meta=meta)
-    with pytest.raises(PreparedFileError, match="only the coordinator"):
-        PreparedMetadata.load(path, 1, 2).metadata_chunks(meta)
+    assert published(PreparedMetadata.load(path, 0, 2), meta) == replace(metadata, storage_meta=meta)
+    assert isinstance(PreparedMetadata.load(path, 0, 2).in_memory().body, bytes)
+    with pytest.raises(PreparedFileError, match="loaded for another coordinator"):
+        PreparedMetadata.load(path, 1, 2).in_memory()
 
 
 @pytest.mark.parametrize("as_path", [False, True], ids=["text_id", "path_id"])
@@ -78,11 +77,12 @@ def test_the_metadata_of_a_torch_checkpoint_is_accepted(tmp_path: Path, as_path:
     assert loaded.known == describe_metadata(stock)
     assert loaded.fingerprint.world_size == loaded.fingerprint.workers_per_rank == 1
     assert not loaded.in_our_format
-    published = pickle.loads(b"".join(loaded.metadata_chunks(stock.storage_meta)))
-    assert published.state_dict_metadata == stock.state_dict_metadata
-    assert published.storage_data == stock.storage_data
-    assert published.planner_data == stock.planner_data
-    assert published.storage_meta.checkpoint_id == str(directory)
+    found = published(loaded, stock.storage_meta)
+    assert found.state_dict_metadata == stock.state_dict_metadata
+    assert found.storage_data == stock.storage_data
+    assert found.planner_data == stock.planner_data
+    assert found.storage_meta is not None
+    assert found.storage_meta.checkpoint_id == str(directory)
 
 
 def _save_stock_on_rank(directory: str) -> None:
@@ -113,9 +113,9 @@ def test_local_plans_are_accepted_and_not_carried(tmp_path: Path) -> None:
 
     loaded = PreparedMetadata.load(path, 0, 2)
 
-    published = pickle.loads(b"".join(loaded.metadata_chunks(None)))
-    assert vars(published).keys() == vars(layout(2)).keys()
-    assert published.storage_data == metadata.storage_data
+    found = published(loaded, None)
+    assert vars(found).keys() == vars(layout(2)).keys()
+    assert found.storage_data == metadata.storage_data
 
 
 def test_another_world_size_always_counts(tmp_path: Path) -> None:

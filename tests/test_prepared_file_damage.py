@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_refused_where_a_rank_reads(sound_file: Path, rank: int
     flipped = _flipped(content, position, data.draw(st.integers(0, 7), label="bit"))
 
     with pytest.raises(PreparedFileError, match="flipped"):
-        PreparedMetadata.load(written(sound_file.with_name("flipped"), flipped), rank, RANKS)
+        PreparedMetadata.load(written(sound_file.with_name("flipped"), flipped), rank, RANKS).in_memory()
 
 
 @pytest.mark.parametrize("rank", [0, 3])

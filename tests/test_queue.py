@@ -17,6 +17,7 @@ from queue_scenarios import INTACT, LONG, LOST, play_on_rank
 from ranks import RankPool
 from workload import Job, assert_holds, checkpoint_values
 
+from megatron_ckpt_ext.commit.commit import How
 from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
 from megatron_ckpt_ext.write.worker import WorkerSettings
 
@@ -127,6 +128,45 @@ def test_a_finalizer_that_fails_raises_on_every_rank(intact: Played) -> None:
 
     assert "rank 0: publishing failed: LookupError: no such thing" in failure
     assert other == (failure, [])
+
+
+def test_a_logger_that_fails_costs_nothing(intact: Played) -> None:
+    assert intact.alike("failed_logger") == (1, ["behind it"])
+
+
+def test_a_finalizer_that_fails_after_the_confirmation_costs_nothing(intact: Played) -> None:
+    assert intact.alike("failed_late") == 1
+
+
+def test_a_finalizer_that_fails_where_all_ranks_are_needed_raises_on_every_rank(intact: Played) -> None:
+    failure, failed, saved_after, failed_after = intact.alike("failed_integrity")
+
+    assert failure.startswith("PublishFailedError")
+    assert "rank 1: publishing failed: LookupError: no such thing" in failure
+    assert (failed, saved_after, failed_after) == (1, 1, 0)
+
+
+def test_the_training_thread_only_renames(intact: Played) -> None:
+    for before, opened in intact("staged"):
+        assert before == ["distcp", "distcp", "tmp", "tmp"]
+        assert opened == []
+
+
+@pytest.mark.parametrize("how", ["removed", "garbled"])
+def test_a_prepared_file_that_changes_under_the_job_is_made_anew(intact: Played, how: str) -> None:
+    (published, warnings, rewritten), (also_published, _, also_rewritten) = intact(f"follow_{how}")
+
+    assert published == also_published == [How.REBUILT, How.REUSED]
+    assert [warning for warning in warnings if "own.prepared" in warning and "rank 0: the layout in" in warning]
+    assert rewritten and also_rewritten
+
+
+def test_a_hostile_layout_is_not_run_and_made_anew(intact: Played) -> None:
+    (published, warnings, executed), _ = intact("follow_hostile")
+
+    assert published == [How.REBUILT]
+    assert "posix.system, which no checkpoint metadata needs" in warnings[0]
+    assert not executed
 
 
 def test_a_request_that_cannot_be_pickled_fails_on_every_rank(intact: Played) -> None:

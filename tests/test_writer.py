@@ -130,7 +130,7 @@ def test_what_the_function_leaves_comes_back_as_plain_data(writer: Writer) -> No
 
     assert state.done
     assert state.failure is None
-    text, error = state.results
+    text, error = pickle.loads(state.results)
     assert text == "got staged"
     assert type(error) is RuntimeError
     assert str(error) == "ValueError: of a kind that only the writer knows"
@@ -146,7 +146,7 @@ def test_a_call_is_staged_while_the_one_before_is_written(writer: Writer, tmp_pa
     assert not writer.poll(1).ended  # written in order
     gates[0].touch()
 
-    assert [ended(writer, index).results[0] for index in (0, 1)] == ["0", "1"]
+    assert [pickle.loads(ended(writer, index).results)[0] for index in (0, 1)] == ["0", "1"]
 
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -283,7 +283,7 @@ def test_closing_ends_a_busy_writer_and_keeps_what_was_done(start: Start, tmp_pa
 
     writer.close()
 
-    assert writer.poll(0).results[0] == "kept"
+    assert pickle.loads(writer.poll(0).results)[0] == "kept"
     assert writer.poll(1).failure == "writing failed: the writer process ended with exit code -9"
 
 

@@ -12,14 +12,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ckpt_ext.commit.common_state import CommonState
 from megatron_ckpt_ext.commit.failures import MetadataReuseError, WriteFailedError
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile
-from megatron_ckpt_ext.commit.results import follows, retrieve_results, written_items
+from megatron_ckpt_ext.commit.results import retrieve_results
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
 from megatron_ckpt_ext.commit.together import commit_together
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
+from megatron_ckpt_ext.errors import PreparedFileError
+from megatron_ckpt_ext.metadata.body import BodyFile, BodyReader
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
+from megatron_ckpt_ext.metadata.items import places_of
+from megatron_ckpt_ext.metadata.pickled import with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
-from megatron_ckpt_ext.publish.atomic import StagedFile, stage_file, write_file
+from megatron_ckpt_ext.publish.atomic import StagedFile, write_file
+from megatron_ckpt_ext.write.lent_body import LentBody
+from megatron_ckpt_ext.write.seal import Seal, Sealed, ToStage, discard, stage
 
 __all__ = ["Committed", "How", "OnDrift", "SaveCommit", "vote_of"]
 
@@ -99,45 +105,97 @@ class SaveCommit:
         self._side_files = side_files or {}
         self._common = common
         self._on_end = on_end
-        self._results: Sequence[WriteResult] = ()
-        self._staged: StagedFile | None = None
+        self._prepared = planned.prepared
+        self._results: Sequence[WriteResult] | None = None
+        self._sealed: Sealed | None = None
+
+    def seal(self, lent: LentBody) -> Seal | None:
+        """Return what the writer can do behind its write; ``None`` if there is nothing to compare with. No collectives.
+
+        Args:
+            lent: lends the layout to the writer.
+
+        Raises:
+            OSError: the layout cannot be lent.
+        """
+        prepared, planned = self._prepared, self._planned
+        if prepared is None or planned.drift is not None or planned.failure is not None:
+            return None
+        if not self._wrapper.is_coordinator:
+            return Seal(places=prepared.places)
+        if prepared.body is None:
+            return None
+        return Seal(places=prepared.places, files=self._to_stage(lent.lend(prepared.body)))
 
     def outcome(self) -> Outcome:
         """Judge what this rank wrote; call it once, after its background write has ended. No collectives.
 
-        The coordinator of a save that is ready has its ``.metadata`` durable under a temporary name afterwards, so that
-        a full disk is a vote as well and only a rename is left.
+        The coordinator of a save that is ready has what it will publish durable under temporary names afterwards, so
+        that a full disk is a vote as well and only renames are left.
         """
-        outcome = self._compare()
+        outcome = self._judge()
         return outcome if self._common is None else replace(outcome, digest=self._common.vote())
 
-    def _compare(self) -> Outcome:
+    def _judge(self) -> Outcome:
         if self._planned.failure is not None:
             return Outcome(SaveStatus.FAILED, self._planned.failure)
+        if self._sealed is None or not self._sealed.follows:
+            found = self._look()
+            if isinstance(found, Outcome):
+                return found
+            self._sealed = found
+        if self._sealed.failure:
+            return Outcome(SaveStatus.FAILED, self._sealed.failure)
+        return Outcome(SaveStatus.DRIFT, self._sealed.lost) if self._sealed.lost else Outcome(SaveStatus.READY)
+
+    def _look(self) -> Outcome | Sealed:
+        """Do what no writer did: look at the results, and seal what follows the layout."""
         self._results, failure = retrieve_results(self._writer)
         if failure is not None:
             return Outcome(SaveStatus.FAILED, failure)
-        prepared = self._planned.prepared
-        if prepared is None:
+        if self._prepared is None:
             return Outcome(SaveStatus.DRIFT)
-        drift = self._planned.drift
-        if drift is None and not follows(prepared.slice, self._results):
-            drift = prepared.layout_drift(written_items(self._results))
+        drift = self._planned.drift or self._prepared.layout_drift(places_of(self._results))
         if drift is not None:
             return Outcome(SaveStatus.DRIFT, str(drift))
-        return self._stage(prepared) if self._wrapper.is_coordinator else Outcome(SaveStatus.READY)
+        if not self._wrapper.is_coordinator:
+            return Sealed(follows=True)
+        try:
+            self._prepared = self._prepared.in_memory()
+        except PreparedFileError as error:
+            return Sealed(follows=True, lost=str(error))
+        return stage(self._to_stage(self._prepared.body or b""), BodyReader())
+
+    def _to_stage(self, body: bytes | BodyFile) -> tuple[ToStage, ...]:
+        metadata = ToStage(
+            path=self._path_of(METADATA_FILE), body=body, suffix=with_storage_meta(self._writer.storage_meta())
+        )
+        side_files = (ToStage(path=self._path_of(name), suffix=content) for name, content in self._side_files.items())
+        return (metadata, *side_files)
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(str(self._writer.checkpoint_id), name)
+
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether this rank has nothing to write, so that no results will come."""
+        return self._writer is None or self._writer.results_queue is None
 
     def takes_results_from(self, queue: Any) -> bool:
         """Whether ``queue`` is where the write function leaves its results; no if this rank writes nothing."""
-        return self._writer is not None and queue is not None and self._writer.results_queue is queue
+        return queue is not None and not self.writes_nothing and self._writer.results_queue is queue
 
-    def take_results_from(self, box: Any) -> None:
-        """Take the write results from ``box`` in place of NVRx's queue, which all saves of a process share.
+    def take(self, sealed: Sealed | None, results: Any) -> None:
+        """Take what the writer answered. No collectives.
 
         Args:
-            box: has ``get_nowait`` as a queue has.
+            sealed: what came of the seal.
+            results: box with the write results, in the place of NVRx's queue, which all saves of a process share;
+                ``None`` if this rank writes nothing.
         """
-        self._writer.results_queue = box
+        self._sealed = sealed
+        if results is not None:
+            self._writer.results_queue = results
 
     def conclude(self, verdict: Verdict, outcome: Outcome) -> Committed:
         """Publish the save, or make its layout with all ranks, or raise.
@@ -159,7 +217,7 @@ class SaveCommit:
             raise
         # Told before anything can fail on this rank alone, so that the next save is planned alike on all of them.
         self._tell(committed)
-        self._publish()
+        self._publish(committed.how)
         return committed
 
     def withdraw(self) -> None:
@@ -179,14 +237,13 @@ class SaveCommit:
         return self.conclude(agree(outcome, self._wrapper), outcome)
 
     def _conclude(self, verdict: Verdict, outcome: Outcome) -> Committed:
-        if verdict.status is SaveStatus.READY and self._planned.prepared is not None:
-            return Committed(how=How.REUSED, prepared=self._planned.prepared)
-        if self._staged is not None:
-            self._staged.discard()
-            self._staged = None
+        if verdict.status is SaveStatus.READY and self._prepared is not None:
+            return Committed(how=How.REUSED, prepared=self._prepared)
+        staged, self._sealed = self._staged(), None
+        discard(staged)
         if verdict.status is SaveStatus.FAILED:
             raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
-        if self._on_drift is OnDrift.FAIL and self._planned.prepared is not None:
+        if self._on_drift is OnDrift.FAIL and self._prepared is not None:
             raise MetadataReuseError(share_cause(verdict, outcome, self._wrapper))
         return self._make_layout(outcome)
 
@@ -194,36 +251,32 @@ class SaveCommit:
         if self._on_end is not None:
             self._on_end(committed)
 
-    def _publish(self) -> None:
-        """What the coordinator does alone: the rename, if the layout was not just made, and the side files."""
-        if self._staged is not None:
+    def _publish(self, how: How) -> None:
+        """What the coordinator does alone: the renames, or the side files of a layout that was just published."""
+        if how is How.REUSED:
             try:
-                self._staged.publish()
+                for file in self._staged():
+                    file.publish()
             finally:
-                self._staged.discard()
-        if self._wrapper.is_coordinator:
+                discard(self._staged())
+        elif self._wrapper.is_coordinator:
             for name, content in self._side_files.items():
-                write_file(os.path.join(str(self._writer.checkpoint_id), name), [content])
+                write_file(self._path_of(name), [content])
 
-    def _stage(self, prepared: PreparedMetadata) -> Outcome:
-        path = os.path.join(str(self._writer.checkpoint_id), METADATA_FILE)
-        try:
-            self._staged = stage_file(path, prepared.metadata_chunks(self._writer.storage_meta()))
-        except Exception as error:  # the peers are on their way to the reduction
-            return Outcome(SaveStatus.FAILED, f"{path} could not be written: {type(error).__name__}: {error}")
-        return Outcome(SaveStatus.READY)
+    def _staged(self) -> tuple[StagedFile, ...]:
+        return () if self._sealed is None else self._sealed.staged
 
     def _make_layout(self, outcome: Outcome) -> Committed:
         made = commit_together(
             self._writer,
             self._planned,
-            self._results,
+            self._written,
             self._wrapper,
             drift=outcome.cause or None,
             fingerprint=self._fingerprint,
             file=self._file,
         )
-        if self._planned.prepared is None:
+        if self._prepared is None:
             return Committed(how=How.TOGETHER, prepared=made.prepared)
         reason = "unknown" if made.drifted is None else f"rank {made.drifted[0]}: {made.drifted[1]}"
         if self._wrapper.is_coordinator:
@@ -233,6 +286,13 @@ class SaveCommit:
                 reason,
             )
         return Committed(how=How.REBUILT, prepared=made.prepared, reason=reason)
+
+    def _written(self) -> Sequence[WriteResult]:
+        if self._results is None:
+            self._results, failure = retrieve_results(self._writer)
+            if failure is not None:
+                raise RuntimeError(failure)
+        return self._results
 
 
 def vote_of(commit: SaveCommit) -> Outcome:

@@ -8,7 +8,7 @@ import atexit
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,25 +18,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ckpt_ext.commit.commit import SaveCommit, vote_of
 from megatron_ckpt_ext.commit.failures import PublishFailedError, SaveFailedError, WriteFailedError
+from megatron_ckpt_ext.commit.finalizers import Finalizers, report
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
 from megatron_ckpt_ext.compat.dcp import DistWrapper
-from megatron_ckpt_ext.compat.mcore import is_collective_finalizer, writes_metadata_json
 from megatron_ckpt_ext.compat.nvrx import forget_what_the_writer_has, join_instances, set_drain
+from megatron_ckpt_ext.write.lent_body import LentBody
 from megatron_ckpt_ext.write.nothing import write_nothing
-from megatron_ckpt_ext.write.worker import Call, ResultBox, WorkerSettings
+from megatron_ckpt_ext.write.worker import Call, ReceivedResults, ResultBox, WorkerSettings
 from megatron_ckpt_ext.write.writer import Writer
 
-__all__ = ["DEFAULT_TIMEOUT", "AsyncSaveQueue"]
+__all__ = ["DEFAULT_TIMEOUT", "AsyncSaveQueue", "group_timeout"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a save may go on without moving a byte."""
 _POLL_SECONDS = 0.01
+_VOTES = 3
+"""Most votes of one save, to number them."""
 _RESULTS_ARGUMENT = 2
 """Place of the results queue among the arguments of NVRx's write functions."""
-_GROUP_TIMEOUTS = 3
-"""Time-outs of the group in those of a save: a peer may first give up on a save that it drains, then on its own."""
+
+
+def group_timeout(timeout: timedelta) -> timedelta:
+    """Return how long ranks wait for each other: a peer may first give up on a save that it drains, then on its own."""
+    return 3 * timeout
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,15 +52,22 @@ class _Active:
     index: int
     request: Any
     commit: SaveCommit | None
+    finalizers: Finalizers
     writer: Writer | None = None
     """Who writes it; ``None`` if no process could be started."""
-    box: ResultBox | None = None
+    leaves_results: bool = False
+    """Whether the results of ``commit`` come in the writer's answer."""
     outcome: Outcome | None = None
     """What this rank votes, once its writer has ended."""
-    concluded: bool = False
-    """Whether the ranks have agreed on it, and only the confirmation is missing."""
+    stage: int = 0
+    """How often the ranks have agreed on it: first to publish it, then that it was published."""
     late_error: BaseException | None = None
     """What went wrong on this rank after the ranks agreed."""
+
+    @property
+    def confirmations(self) -> int:
+        """How many follow the vote: one more where all ranks have something to do that can fail."""
+        return 2 if self.finalizers.need_all_ranks else 1
 
 
 class AsyncSaveQueue:
@@ -62,6 +75,9 @@ class AsyncSaveQueue:
 
     All methods that say "called on all ranks" must be called on all ranks in the same order. Owns a writer process and
     a gloo group that nobody else uses; ``close`` ends both, and the interpreter's exit ends the process.
+
+    Attributes:
+        consecutive_failures: saves that failed since the last that was finalized. Equal on all ranks.
     """
 
     def __init__(
@@ -82,9 +98,11 @@ class AsyncSaveQueue:
         self._settings = settings
         self._timeout = timeout
         self._start_writer = start_writer
+        self.consecutive_failures = 0
         self._calls: deque[_Active] = deque()
         self._last_index = -1
         self._writer: Writer | None = None
+        self._lent = LentBody()
         self._wrapper: Any = None
         join_instances(self)
 
@@ -103,11 +121,12 @@ class AsyncSaveQueue:
             self._open()
         self._last_index += 1
         commit = next((fn for fn in async_request.finalize_fns if isinstance(fn, SaveCommit)), None)
-        call = _Active(index=self._last_index, request=async_request, commit=commit)
+        finalizers = Finalizers(async_request.finalize_fns, commit)
+        call = _Active(index=self._last_index, request=async_request, commit=commit, finalizers=finalizers)
         self._calls.append(call)
         try:
             call.writer = self._live_writer()
-            call.writer.submit(_to_send(call))
+            call.writer.submit(_to_send(call, self._lent))
         except Exception as error:  # the peers are on their way to the reduction
             call.outcome = Outcome(SaveStatus.FAILED, f"staging failed: {type(error).__name__}: {error}")
         return call.index
@@ -138,9 +157,9 @@ class AsyncSaveQueue:
         while self._calls:
             call = self._calls[0]
             outcome = self._outcome(call)
-            verdict = agree(outcome, self._wrapper, call=2 * call.index + call.concluded)
+            verdict = agree(outcome, self._wrapper, call=_VOTES * call.index + call.stage)
             if verdict.status is not SaveStatus.PENDING:
-                if self._advance(call, verdict, outcome):
+                if self._counted(call, verdict, outcome):
                     finalized.append(call.index)
             elif blocking:
                 time.sleep(_POLL_SECONDS)
@@ -174,7 +193,7 @@ class AsyncSaveQueue:
             raise failures[0]
 
     def _open(self) -> None:
-        group: Any = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUTS * self._timeout)
+        group: Any = dist.new_group(backend="gloo", timeout=group_timeout(self._timeout))
         self._wrapper = DistWrapper(group, True, 0)
         set_drain(self._drain)
         atexit.register(self._end_writer)
@@ -184,6 +203,7 @@ class AsyncSaveQueue:
         self._calls.clear()
         self._last_index = -1
         self._end_writer()
+        self._lent.close()
         if wrapper is None:
             return
         set_drain(None)
@@ -193,7 +213,7 @@ class AsyncSaveQueue:
 
     def _outcome(self, call: _Active) -> Outcome:
         """What this rank votes now."""
-        if call.concluded:
+        if call.stage > 0:
             late = call.late_error
             if late is None:
                 return Outcome(SaveStatus.READY)
@@ -202,27 +222,42 @@ class AsyncSaveQueue:
             state = call.writer.poll(call.index)
             if not state.ended:
                 return Outcome(SaveStatus.PENDING)
-            if call.box is not None:
-                call.box.items.extend(state.results)
             call.outcome = Outcome(SaveStatus.READY)
             if state.failure is not None:
                 call.outcome = Outcome(SaveStatus.FAILED, state.failure)
             elif call.commit is not None:
+                results = ReceivedResults(state.results) if call.leaves_results else None
+                call.commit.take(state.sealed, results)
                 call.outcome = vote_of(call.commit)
         return call.outcome or Outcome(SaveStatus.PENDING)
 
+    def _counted(self, call: _Active, verdict: Verdict, outcome: Outcome) -> bool:
+        try:
+            finished = self._advance(call, verdict, outcome)
+        except SaveFailedError:
+            self.consecutive_failures += 1
+            raise
+        if finished:
+            self.consecutive_failures = 0
+        return finished
+
     def _advance(self, call: _Active, verdict: Verdict, outcome: Outcome) -> bool:
         """Do what all ranks agreed on; returns whether the save is finished."""
-        if not call.concluded:
+        if call.stage == 0:
             self._conclude(call, verdict, outcome)
-            call.concluded = True
-            return False
-        self._drop(call)
-        if verdict.status is SaveStatus.FAILED:
+        elif verdict.status is SaveStatus.FAILED:
+            self._drop(call)
             if call.commit is not None:
                 call.commit.withdraw()
             raise PublishFailedError(share_cause(verdict, outcome, self._wrapper)) from call.late_error
-        _run(self._finalizers(call, confirmed=True))
+        else:
+            self._confirmed(call)
+        call.stage += 1
+        if call.stage <= call.confirmations:
+            return False
+        self._drop(call)
+        if call.late_error is not None:  # nobody waits for this any more
+            report(call.late_error)
         return True
 
     def _conclude(self, call: _Active, verdict: Verdict, outcome: Outcome) -> None:
@@ -231,7 +266,7 @@ class AsyncSaveQueue:
                 call.commit.conclude(verdict, outcome)
             elif verdict.status is SaveStatus.FAILED:
                 raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
-            _run(self._finalizers(call, confirmed=False))
+            call.finalizers.run_unconfirmed(is_coordinator=self._wrapper.is_coordinator)
         except SaveFailedError:
             self._drop(call)
             # What failed may be the staging, after which this process and the writer disagree about what it has.
@@ -241,20 +276,13 @@ class AsyncSaveQueue:
             # The others have agreed to publish and are gone: they hear of it in the confirmation.
             call.late_error = error
 
-    def _finalizers(self, call: _Active, *, confirmed: bool) -> list[Callable[[], Any]]:
-        """What is to be done now: Megatron's tracker, loggers, clean-up; in one go, on this rank.
-
-        Without a commit of ours the finalizers are the commit. Else they run where the save was published and, once
-        that is confirmed, on the other ranks; those that need all ranks wait for the confirmation.
-        """
-        rest = _remaining_finalizers(call)
-        if call.commit is None:
-            now = not confirmed
-        elif any(map(is_collective_finalizer, rest)):
-            now = confirmed
-        else:
-            now = confirmed != self._wrapper.is_coordinator
-        return rest if now else []
+    def _confirmed(self, call: _Active) -> None:
+        if call.stage > 1:
+            return
+        try:
+            call.finalizers.run_confirmed(is_coordinator=self._wrapper.is_coordinator)
+        except (Exception, CheckpointException) as error:
+            call.late_error = error
 
     def _drop(self, call: _Active) -> None:
         self._calls.remove(call)
@@ -287,39 +315,23 @@ class AsyncSaveQueue:
             writer.close()
 
 
-def _to_send(call: _Active) -> Call:
-    """What the writer gets; results come back in a box of this save, not in NVRx's queue that all saves share."""
-    request = call.request
+def _to_send(call: _Active, lent: LentBody) -> Call:
+    """What the writer gets; results come back in its answer, not in NVRx's queue that all saves share."""
+    request, commit, seal = call.request, call.commit, None
     arguments = list(request.async_fn_args)
     queue = arguments[_RESULTS_ARGUMENT] if len(arguments) > _RESULTS_ARGUMENT else None
-    # Megatron moves the finalizers of a save to the request of its logits, whose arguments are no results queue.
-    if call.commit is not None and call.commit.takes_results_from(queue):
-        call.box = arguments[_RESULTS_ARGUMENT] = ResultBox()
-        call.commit.take_results_from(call.box)
+    # Megatron moves the finalizers of a save to the request of its logits, whose arguments are no results queue; then
+    # the writer cannot tell what was written.
+    call.leaves_results = commit is not None and commit.takes_results_from(queue)
+    if call.leaves_results:
+        arguments[_RESULTS_ARGUMENT] = ResultBox()
+    if commit is not None and (call.leaves_results or commit.writes_nothing):
+        seal = commit.seal(lent)
     return Call(
         index=call.index,
         function=request.async_fn or write_nothing,
         arguments=arguments,
         options=dict(request.async_fn_kwargs or {}),
         preload=request.preload_fn,
+        seal=seal,
     )
-
-
-def _remaining_finalizers(call: _Active) -> list[Callable[[], Any]]:
-    """What is left to do after the commit: Megatron's tracker, loggers, and clean-up."""
-    finalizers = [fn for fn in call.request.finalize_fns if fn is not call.commit]
-    if call.commit is None:
-        return finalizers
-    return [fn for fn in finalizers if not writes_metadata_json(fn)]
-
-
-def _run(finalizers: Sequence[Callable[[], Any]]) -> None:
-    """Run all of them, also behind one that fails; the first error is raised at the end."""
-    errors: list[BaseException] = []
-    for finalizer in finalizers:
-        try:
-            finalizer()
-        except (Exception, CheckpointException) as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]

@@ -6,8 +6,9 @@ answers with plain data. No rank receives the layout of the others: each knows i
 
 import contextlib
 import os
+import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ckpt_ext.commit.failures import WriteFailedError
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile, distribute_file
-from megatron_ckpt_ext.commit.results import written_items
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
-from megatron_ckpt_ext.metadata.items import item_of
+from megatron_ckpt_ext.metadata.items import item_of, places_of
 from megatron_ckpt_ext.metadata.layout import Item, Slice
+from megatron_ckpt_ext.metadata.pickled import metadata_body, paused_garbage_collection, with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
 from megatron_ckpt_ext.publish.atomic import remove_file, write_file
@@ -63,7 +64,7 @@ class _Answer:
 def commit_together(
     storage_writer: Any,
     planned: PlannedSave,
-    results: Sequence[WriteResult],
+    results: Callable[[], Sequence[WriteResult]],
     wrapper: Any,
     *,
     drift: str | None,
@@ -78,7 +79,7 @@ def commit_together(
     Args:
         storage_writer: of this checkpoint.
         planned: result of planning.
-        results: what this rank wrote.
+        results: returns what this rank wrote.
         wrapper: torch's ``_DistWrapper`` of the save.
         drift: what this rank found against the layout it followed.
         fingerprint: settings to record.
@@ -86,24 +87,16 @@ def commit_together(
 
     Raises:
         WriteFailedError: on every rank, nothing is published: an item that ranks still hold was written by none,
-            because the rank that used to write it has lost it; or the layout could not be written.
+            because the rank that used to write it has lost it; or a rank could not describe its part; or the layout
+            could not be written.
     """
-    written = written_items(results)
-    own = Slice(rank=wrapper.rank, locators=written, held=planned.held, lengths=planned.lengths)
-    prepared = PreparedMetadata.create(own, fingerprint)
-    report = _Report(
-        plan=planned.local_plan,
-        results=results,
-        section=prepared.section_bytes(),
-        unwritten=frozenset(planned.held.keys() - written.keys()),
-        drift=drift,
-    )
+    prepared, report = _report(planned, results, wrapper, drift=drift, fingerprint=fingerprint)
     reports = wrapper.gather_object(report)
     answer: _Answer | None = None
     if reports is not None:
         prepared, answer = _publish(storage_writer, planned, prepared, reports, file)
     answer = wrapper.broadcast_object(answer)
-    if answer.causes:
+    if answer.causes or prepared is None:
         raise WriteFailedError(answer.causes)
     if file is not None and answer.file_written:
         distribute_file(file.path, answer.identity, wrapper)
@@ -111,25 +104,56 @@ def commit_together(
     return Together(prepared=prepared, drifted=answer.drifted)
 
 
+def _report(
+    planned: PlannedSave,
+    results: Callable[[], Sequence[WriteResult]],
+    wrapper: Any,
+    *,
+    drift: str | None,
+    fingerprint: Fingerprint,
+) -> tuple[PreparedMetadata | None, bytes | str]:
+    """Make this rank's part, pickled: what goes wrong must travel, for the peers are on their way to the gather."""
+    try:
+        written = places_of(results())
+        own = Slice(rank=wrapper.rank, locators=written, held=planned.held, lengths=planned.lengths)
+        prepared = PreparedMetadata.create(own, fingerprint)
+        report = _Report(
+            plan=planned.local_plan,
+            results=results(),
+            section=prepared.section_bytes(),
+            unwritten=frozenset(planned.held.keys() - written.keys()),
+            drift=drift,
+        )
+        return prepared, pickle.dumps(report)
+    except Exception as error:
+        return None, f"its part of the layout cannot be described: {type(error).__name__}: {error}"
+
+
 def _publish(
     storage_writer: Any,
     planned: PlannedSave,
-    prepared: PreparedMetadata,
-    reports: list[_Report],
+    prepared: PreparedMetadata | None,
+    pickled: list[bytes | str],
     file: PreparedFile | None,
-) -> tuple[PreparedMetadata, _Answer]:
+) -> tuple[PreparedMetadata | None, _Answer]:
+    failures = {rank: report for rank, report in enumerate(pickled) if isinstance(report, str)}
+    if failures or prepared is None:
+        return prepared, _Answer(causes=failures)
     target = os.path.join(str(storage_writer.checkpoint_id), METADATA_FILE)
     try:
-        prepared = prepared.with_layout(_layout(planned.planner, reports))
-        storage_meta = storage_writer.storage_meta()
-        write_file(target, prepared.metadata_chunks(storage_meta))
+        with paused_garbage_collection():
+            reports: list[_Report] = [pickle.loads(report) for report in pickled if isinstance(report, bytes)]
+        body = metadata_body(_layout(planned.planner, reports))
+        prepared = replace(prepared, body=body)
+        suffix = with_storage_meta(storage_writer.storage_meta())
+        write_file(target, [body, suffix])
     except Exception as error:  # becomes plain data: the peers wait for the answer
         with contextlib.suppress(OSError):
             remove_file(target)
         return prepared, _Answer(causes={prepared.slice.rank: f"{type(error).__name__}: {error}"})
     identity = uuid.uuid4().hex
     sections = [report.section for report in reports]
-    written = file is not None and file.write(prepared.file_chunks(storage_meta, sections, identity=identity))
+    written = file is not None and file.write(prepared.file_chunks(suffix, sections, identity=identity))
     drifted = next(((rank, report.drift) for rank, report in enumerate(reports) if report.drift is not None), None)
     return prepared, _Answer(causes={}, identity=identity, drifted=drifted, file_written=written)
 

@@ -28,6 +28,7 @@ __all__ = [
     "TorchDistSaveShardedStrategy",
     "bytes_to_write",
     "is_collective_finalizer",
+    "is_optional_finalizer",
     "metadata_json",
     "nested_values",
     "save_planner",
@@ -71,6 +72,12 @@ def metadata_json(backend: str, version: int) -> bytes:
 def writes_metadata_json(finalizer: Callable[[], Any]) -> bool:
     """Whether it is the finalizer of ``dist_checkpointing.save`` that writes the side file, and a barrier."""
     return getattr(finalizer, "__qualname__", "") == "save.<locals>.metadata_finalize_fn"
+
+
+def is_optional_finalizer(finalizer: Callable[[], Any]) -> bool:
+    """Whether it only tells a logger about a save (``megatron.training.checkpointing.save_checkpoint``)."""
+    owner, _, name = getattr(finalizer, "__qualname__", "").rpartition(".<locals>.")
+    return owner == "save_checkpoint" and name in ("onelogger_finalize_fn", "wandb_finalize_fn")
 
 
 def is_collective_finalizer(finalizer: Callable[[], Any]) -> bool:

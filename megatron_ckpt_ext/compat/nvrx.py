@@ -4,12 +4,14 @@ Read in nvidia-resiliency-ext 0.7.0. ``tests/test_compat.py`` notices when one o
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, _set_process_qos
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 __all__ = [
     "AsyncRequest",
@@ -19,6 +21,7 @@ __all__ = [
     "join_instances",
     "non_tensor_items",
     "open_cuda_device",
+    "results_in",
     "set_drain",
     "set_priorities",
 ]
@@ -27,6 +30,16 @@ __all__ = [
 def non_tensor_items(writer: FileSystemWriterAsync) -> tuple[list[WriteItem], list[io.BytesIO]]:
     """Return the non-tensor items of a writer after ``prepare_write_data``, and their data, to change in place."""
     return writer.byte_io_data or ([], [])
+
+
+def results_in(left: Iterable[object]) -> list[WriteResult] | None:
+    """Return the write results in what a write function put into its queue; ``None`` if it put an exception there."""
+    results: list[WriteResult] = []
+    for item in left:
+        if not isinstance(item, dict):
+            return None
+        results.extend(chain.from_iterable(item.values()))
+    return results
 
 
 def set_priorities(cpu_priority: int, io_priority: int | None) -> None:

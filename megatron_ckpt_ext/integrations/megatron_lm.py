@@ -136,11 +136,11 @@ class Installation:
         return get_async_strategy
 
     def _queue_class(self) -> type:
-        from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue
+        from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue, save_timeout
 
         if self._warm is None:
             self._warm = WarmWriter()
-        return megatron_queue(self._warm, self._config.ckpt_save_timeout)
+        return megatron_queue(self._warm, save_timeout(self._config))
 
     def _strategy(self, *args: Any, **options: Any) -> Any:
         from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy

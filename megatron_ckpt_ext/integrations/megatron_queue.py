@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from megatron_ckpt_ext.commit.queue import DEFAULT_TIMEOUT, AsyncSaveQueue
+from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.write.worker import WorkerSettings
 from megatron_ckpt_ext.write.writer import Writer
 
-__all__ = ["WarmWriter", "megatron_queue"]
+__all__ = ["WarmWriter", "megatron_queue", "save_timeout"]
 
 
 class WarmWriter:
@@ -63,14 +64,18 @@ def worker_settings(
     )
 
 
-def megatron_queue(warm: WarmWriter, timeout_seconds: float | None) -> type[AsyncSaveQueue]:
+def save_timeout(config: CkptExtConfig) -> timedelta:
+    """Return how long a save may go on without moving a byte."""
+    return DEFAULT_TIMEOUT if config.ckpt_save_timeout is None else timedelta(seconds=config.ckpt_save_timeout)
+
+
+def megatron_queue(warm: WarmWriter, timeout: timedelta) -> type[AsyncSaveQueue]:
     """Build the class that Megatron instantiates. It inspects both signatures, so parameters are named.
 
     Args:
         warm: keeps what Megatron starts through the class before there is a queue.
-        timeout_seconds: ``--ckpt-save-timeout``.
+        timeout: of ``save_timeout``.
     """
-    timeout = DEFAULT_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
 
     class MegatronQueue(AsyncSaveQueue):
         """The queue of this job."""

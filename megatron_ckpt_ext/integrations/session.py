@@ -4,16 +4,17 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.commit import Committed, How, OnDrift
+from megatron_ckpt_ext.commit.queue import group_timeout
 from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import fingerprint_of
+from megatron_ckpt_ext.integrations.megatron_queue import save_timeout
 from megatron_ckpt_ext.integrations.observer import SaveObserver
 from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
@@ -21,8 +22,6 @@ from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 __all__ = ["MegatronSession"]
 
 logger = logging.getLogger(__name__)
-
-_GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 class MegatronSession:
@@ -50,7 +49,8 @@ class MegatronSession:
         self.action = self._finding.action
         # A CPU group of our own: nothing synchronises the GPU, and nobody else's collectives come in between.
         own_group = self.action is not Action.NOTHING and args.use_gloo_process_groups
-        self._group: Any = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if own_group else None
+        timeout = group_timeout(save_timeout(config))
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if own_group else None
         if self.action is not Action.NOTHING:
             self._announce(self._finding)
 

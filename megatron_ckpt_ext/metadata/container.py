@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_ckpt_ext.errors import PreparedFileError
+from megatron_ckpt_ext.metadata.body import BodyFile
 
 __all__ = ["FORMAT_VERSION", "Container", "container_chunks"]
 
@@ -149,6 +150,13 @@ class Container:
         offset, length, crc = _ENTRY.unpack(self._file.read(_ENTRY.size))
         what = f"section of rank {rank}"
         return self._json(self._read(offset, length, crc, what, _SECTION_LIMIT), what)
+
+    def body_file(self) -> BodyFile:
+        """Tell where the pickle without its end is; reads nothing."""
+        footer = self._trailer
+        if footer.body_length > self._size:
+            raise self._damaged("body")
+        return BodyFile(path=self.path, length=footer.body_length, crc=footer.body_crc)
 
     def body(self) -> bytes:
         """Return the pickle without its end."""

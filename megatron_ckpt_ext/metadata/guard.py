@@ -1,15 +1,16 @@
 """The layout guard: does what a rank holds and wrote equal its slice, in both directions?
 
-Pure functions; each returns the first difference in a stable order, or ``None``. The cost is proportional to
-the items of one rank, whatever the size of the job.
+Pure functions. A digest tells that nothing differs, where the slice is not at hand; the others return the first
+difference in a stable order, or ``None``. The cost grows with the items of one rank, not with the size of the job.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ckpt_ext.metadata.layout import Item, Locator, Slice
 
-__all__ = ["Drift", "find_held_drift", "find_layout_drift", "find_unknown_item"]
+__all__ = ["Drift", "find_held_drift", "find_layout_drift", "find_unknown_item", "places_digest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,15 @@ class Drift:
             f"{self.item} does not match the prepared metadata: "
             f"prepared {self.prepared or 'nothing'}, found {self.found or 'nothing'}"
         )
+
+
+def places_digest(places: Mapping[Item, Locator]) -> bytes:
+    """Digest items and their places, whatever their order: threads of a writer finish as they like. No collectives."""
+    plain = sorted(
+        repr((path, start, length, fqn, None if offset is None else tuple(offset)))
+        for (fqn, offset), (path, start, length) in places.items()
+    )
+    return hashlib.blake2b("\n".join(plain).encode(), digest_size=16).digest()
 
 
 def find_layout_drift(expected: Slice, written: Mapping[Item, Locator]) -> Drift | None:

@@ -7,11 +7,20 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator, owner_of
 
-__all__ = ["OBJECT", "describe_metadata", "describe_tensor", "item_of", "locators_of", "merge_descriptions"]
+__all__ = [
+    "OBJECT",
+    "describe_metadata",
+    "describe_tensor",
+    "item_of",
+    "locators_of",
+    "merge_descriptions",
+    "places_of",
+]
 
 OBJECT = "object"
 """The description of every non-tensor item: its length may move with its content."""
@@ -39,6 +48,16 @@ def describe_metadata(metadata: Metadata) -> dict[Item, str]:
 def item_of(index: MetadataIndex) -> Item:
     """Return the name of a torch ``MetadataIndex``."""
     return Item(index.fqn, index.offset)
+
+
+def places_of(results: Iterable[WriteResult]) -> dict[Item, Locator]:
+    """Return where each item went that was written."""
+    return {
+        item_of(result.index): Locator(
+            result.storage_data.relative_path, result.storage_data.offset, result.storage_data.length
+        )
+        for result in results
+    }
 
 
 def locators_of(metadata: Metadata, rank: int) -> dict[Item, Locator]:

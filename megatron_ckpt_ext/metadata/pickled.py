@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from megatron_ckpt_ext.compat.dcp import METADATA_GLOBALS, PLAN_GLOBALS
 from megatron_ckpt_ext.errors import PreparedFileError
 
-__all__ = ["load_metadata", "metadata_body", "with_storage_meta"]
+__all__ = ["load_metadata", "metadata_body", "paused_garbage_collection", "with_storage_meta"]
 
 _PROTOCOL = 4
 _STOP = pickle.STOP
@@ -43,7 +43,7 @@ def load_metadata(data: bytes, *, origin: str) -> Metadata:
     """
     stream = io.BytesIO(data)
     try:
-        with _paused_garbage_collection():
+        with paused_garbage_collection():
             loaded = _AllowListUnpickler(stream).load_unchanged()
     except PreparedFileError as error:
         raise PreparedFileError(f"{origin}: {error}") from error
@@ -63,7 +63,7 @@ def metadata_body(metadata: Metadata) -> bytes:
     ``with_storage_meta``. No collectives.
     """
     pristine = replace(metadata, storage_meta=None)
-    with _paused_garbage_collection():
+    with paused_garbage_collection():
         return pickle.dumps(pristine, protocol=_PROTOCOL)[: -len(_STOP)]
 
 
@@ -150,7 +150,7 @@ def _same(left: object, right: object) -> bool:
 
 
 @contextmanager
-def _paused_garbage_collection() -> Iterator[None]:
+def paused_garbage_collection() -> Iterator[None]:
     """Loading a million small objects costs three to ten times as much with the collector on."""
     was_enabled = gc.isenabled()
     gc.disable()

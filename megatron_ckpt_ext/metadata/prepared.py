@@ -4,18 +4,25 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ckpt_ext.errors import PreparedFileError
+from megatron_ckpt_ext.metadata.body import BodyFile, BodyReader
 from megatron_ckpt_ext.metadata.container import Container, container_chunks
 from megatron_ckpt_ext.metadata.fingerprint import Difference, Fingerprint
-from megatron_ckpt_ext.metadata.guard import Drift, find_held_drift, find_layout_drift, find_unknown_item
+from megatron_ckpt_ext.metadata.guard import (
+    Drift,
+    find_held_drift,
+    find_layout_drift,
+    find_unknown_item,
+    places_digest,
+)
 from megatron_ckpt_ext.metadata.items import describe_metadata, item_of, locators_of
 from megatron_ckpt_ext.metadata.layout import Item, Locator, Slice, owner_of, workers_per_rank
-from megatron_ckpt_ext.metadata.pickled import load_metadata, metadata_body, with_storage_meta
+from megatron_ckpt_ext.metadata.pickled import load_metadata, metadata_body
 
 __all__ = ["FingerprintMismatchError", "PreparedMetadata"]
 
@@ -43,15 +50,15 @@ class FingerprintMismatchError(PreparedFileError):
 class PreparedMetadata:
     """One rank's view of a prepared metadata. Immutable, picklable, owns no resources.
 
-    The coordinator also has the bytes of the whole layout, to publish them; other ranks have their slice only.
+    The coordinator also knows where the bytes of the whole layout are, to publish them; others have their slice only.
     """
 
     fingerprint: Fingerprint
     """Settings of the job that made it."""
     slice: Slice
     """What this rank writes and holds."""
-    body: bytes | None = None
-    """Pickle of the whole layout without its end (see ``metadata.pickled``); the coordinator only."""
+    body: bytes | BodyFile | None = None
+    """Pickle of the whole layout without its end (see ``metadata.pickled``), or where it is; the coordinator only."""
     known: Mapping[Item, str] | None = None
     """Description of every item of the job; only from a plain ``Metadata``, which names no holders."""
     identity: str = ""
@@ -60,6 +67,12 @@ class PreparedMetadata:
     """The file that it came from."""
     in_our_format: bool = True
     """Whether it came from a file with our trailer, or from this job."""
+    places: bytes = field(init=False, repr=False)
+    """``places_digest`` of the slice."""
+
+    def __post_init__(self) -> None:
+        """Digest the slice once, for all saves."""
+        object.__setattr__(self, "places", places_digest(self.slice.locators))
 
     @classmethod
     def load(
@@ -67,7 +80,8 @@ class PreparedMetadata:
     ) -> "PreparedMetadata":
         """Read one rank's part of a prepared file, or any checkpoint's ``.metadata``. No collectives.
 
-        A file in our format costs the footer, the header and one section; a plain pickle is read whole.
+        A file in our format costs the footer, the header and one section, on the coordinator too: the layout itself is
+        read by the first save, in the background, and made anew if it is not sound. A plain pickle is read whole.
 
         Args:
             path: the file.
@@ -101,7 +115,7 @@ class PreparedMetadata:
             return cls(
                 fingerprint=fingerprint,
                 slice=own,
-                body=_checked_body(path, file.body()) if rank == coordinator else None,
+                body=file.body_file() if rank == coordinator else None,
                 path=path,
                 identity=str(header.get("identity", "")),
             )
@@ -137,12 +151,18 @@ class PreparedMetadata:
             fingerprint: settings of this job.
             metadata: the whole layout with its locators; the coordinator only.
         """
-        created = cls(fingerprint=fingerprint, slice=own)
-        return created if metadata is None else created.with_layout(metadata)
+        body = None if metadata is None else metadata_body(metadata)
+        return cls(fingerprint=fingerprint, slice=own, body=body)
 
-    def with_layout(self, metadata: Metadata) -> "PreparedMetadata":
-        """Return the same with the bytes of the whole layout, as the coordinator has it. No collectives."""
-        return replace(self, body=metadata_body(metadata))
+    def in_memory(self) -> "PreparedMetadata":
+        """Return the same with the bytes of the whole layout in memory. Coordinator only, no collectives.
+
+        Raises:
+            PreparedFileError: this rank has no layout, or it cannot be read, or it is not harmless.
+        """
+        if self.body is None:
+            raise PreparedFileError("this rank has no bytes of the layout: it was loaded for another coordinator")
+        return self if isinstance(self.body, bytes) else replace(self, body=b"".join(BodyReader().read(self.body)))
 
     def knows(self, item: Item) -> bool:
         """Whether the layout has a place for an item that this rank holds. No collectives."""
@@ -158,29 +178,21 @@ class PreparedMetadata:
         """Compare what this rank wrote with its slice, both ways. No collectives."""
         return find_layout_drift(self.slice, written)
 
-    def metadata_chunks(self, storage_meta: StorageMeta | None) -> tuple[bytes, bytes]:
-        """Return the bytes of a ``.metadata`` for one checkpoint. Coordinator only, no collectives.
-
-        Raises:
-            PreparedFileError: this rank has no layout bytes.
-        """
-        if self.body is None:
-            raise PreparedFileError("only the coordinator's PreparedMetadata can be published")
-        return (self.body, with_storage_meta(storage_meta))
-
-    def file_chunks(
-        self, storage_meta: StorageMeta | None, sections: Sequence[bytes], *, identity: str
-    ) -> Iterable[bytes]:
-        """Return the bytes of the prepared file. Coordinator only, no collectives.
+    def file_chunks(self, suffix: bytes, sections: Sequence[bytes], *, identity: str) -> Iterable[bytes]:
+        """Return the bytes of the prepared file. No collectives; only where the body is in memory.
 
         Args:
-            storage_meta: of the checkpoint that the layout was taken from.
+            suffix: what completes the body to a valid pickle.
             sections: ``section_bytes`` of every rank, in rank order.
             identity: distinguishes this file from an older one at the same path.
+
+        Raises:
+            PreparedFileError: the body is not in memory.
         """
-        body, suffix = self.metadata_chunks(storage_meta)
+        if not isinstance(self.body, bytes):
+            raise PreparedFileError("only a layout that this process made or read whole can be written to a file")
         header: dict[str, Any] = {"fingerprint": self.fingerprint.to_json(), "identity": identity}
-        return container_chunks(body=body, suffix=suffix, header=header, sections=sections)
+        return container_chunks(body=self.body, suffix=suffix, header=header, sections=sections)
 
     def section_bytes(self) -> bytes:
         """Return this rank's section of the prepared file."""
@@ -205,12 +217,6 @@ def _naming(path: str) -> Iterator[None]:
     except (PreparedFileError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = error if isinstance(error, PreparedFileError) else repr(error)
         raise PreparedFileError(f"prepared metadata {path!r} cannot be used: {reason}") from error
-
-
-def _checked_body(path: str, body: bytes) -> bytes:
-    """Read the layout once: what is not harmless must not be published with every checkpoint."""
-    load_metadata(body + with_storage_meta(None), origin=f"prepared metadata {path!r}")
-    return body
 
 
 def _with_world_size(fingerprint: Fingerprint, world_size: int) -> Fingerprint:

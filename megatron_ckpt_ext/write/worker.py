@@ -19,7 +19,10 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Answer", "Call", "Kind", "ResultBox", "WorkerSettings", "serve"]
+from megatron_ckpt_ext.metadata.body import BodyReader
+from megatron_ckpt_ext.write.seal import Seal, Sealed
+
+__all__ = ["Answer", "Call", "Kind", "ReceivedResults", "ResultBox", "WorkerSettings", "serve"]
 
 
 class Kind(StrEnum):
@@ -63,6 +66,8 @@ class Call:
     """Keywords of ``function``."""
     preload: Callable[[], Any] | None
     """Stages: copies what the trainer may change."""
+    seal: Seal | None = None
+    """What is to be done behind ``function``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +80,18 @@ class Answer:
     """What it says."""
     cause: str = ""
     """For ``FAILED``: the phase that failed and why."""
-    results: tuple[Any, ...] = ()
-    """For ``DONE``: what the function put into its ``ResultBox``."""
+    results: bytes = b""
+    """For ``DONE``: what the function put into its ``ResultBox``, pickled; most trainers never look at it."""
+    sealed: Sealed | None = None
+    """For ``DONE``: what came of the seal."""
 
 
 @dataclass(slots=True)
 class ResultBox:
     """Stands in for the results queue of NVRx's write functions, for one call.
 
-    What the function puts into the writer's copy comes back in the answer and is put into the trainer's copy, so
-    results can never be taken for those of another save.
+    What the function puts into the writer's copy travels in the answer, so results can never be taken for those of
+    another save.
     """
 
     items: list[Any] = field(default_factory=list)
@@ -93,15 +100,24 @@ class ResultBox:
         """Keep a result."""
         self.items.append(item)
 
+
+@dataclass(slots=True)
+class ReceivedResults:
+    """What the writer's box held, for who looks: NVRx takes it as it would take it from its queue."""
+
+    pickled: bytes
+    """A list; from our own process, so it can be trusted."""
+
     def get_nowait(self) -> Any:
-        """Take the oldest result.
+        """Take the results.
 
         Raises:
-            queue.Empty: there is none.
+            queue.Empty: there are none.
         """
-        if not self.items:
+        results, self.pickled = pickle.loads(self.pickled), pickle.dumps([])
+        if not results:
             raise queue.Empty
-        return self.items.pop(0)
+        return results[0]
 
 
 def serve(calls: Any, answers: Connection, settings: WorkerSettings) -> None:
@@ -177,15 +193,23 @@ def _stage(index: int, pickled: bytes, sender: _Sender, writes: "queue.SimpleQue
 
 
 def _write_all(writes: "queue.SimpleQueue[Call | None]", sender: _Sender) -> None:
+    reader = BodyReader()
     while (call := writes.get()) is not None:
         try:
-            call.function(*call.arguments, **call.options)
-            results = [item for box in call.arguments if isinstance(box, ResultBox) for item in box.items]
-            sender.send(Answer(index=call.index, kind=Kind.DONE, results=tuple(map(_plain, results))))
-            del results
+            sender.send(_written(call, reader))
         except BaseException as error:
             sender.send(_failed(call.index, "writing", error))
         del call
+
+
+def _written(call: Call, reader: BodyReader) -> Answer:
+    from megatron_ckpt_ext.compat.nvrx import results_in
+
+    call.function(*call.arguments, **call.options)
+    left = [item for box in call.arguments if isinstance(box, ResultBox) for item in box.items]
+    sealed = None if call.seal is None else call.seal.apply(results_in(left), reader)
+    results = pickle.dumps([_plain(item) for item in left])
+    return Answer(index=call.index, kind=Kind.DONE, results=results, sealed=sealed)
 
 
 def _plain(result: Any) -> Any:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
+from megatron_ckpt_ext.write.seal import Sealed
 from megatron_ckpt_ext.write.snapshot import pickle_snapshot
 from megatron_ckpt_ext.write.worker import Answer, Call, Kind, WorkerSettings, serve
 
@@ -31,8 +31,10 @@ class CallState:
     """Whether everything is written."""
     failure: str | None = None
     """Why it cannot be completed, if it cannot."""
-    results: tuple[Any, ...] = ()
-    """What the write function left."""
+    results: bytes = b""
+    """What the write function left, pickled."""
+    sealed: Sealed | None = None
+    """What came of the seal."""
 
     @property
     def ended(self) -> bool:
@@ -188,7 +190,7 @@ class Writer:
         if answer.kind == Kind.STAGED:
             state.staged = True
         elif answer.kind == Kind.DONE:
-            state.done, state.results = True, answer.results
+            state.done, state.results, state.sealed = True, answer.results, answer.sealed
         else:
             state.failure = answer.cause
 

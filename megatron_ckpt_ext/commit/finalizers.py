@@ -1,0 +1,64 @@
+"""What Megatron hangs on a save, its tracker, loggers and clean-up: when they run, and what if one fails."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_ckpt_ext.commit.commit import SaveCommit
+from megatron_ckpt_ext.compat.mcore import is_collective_finalizer, is_optional_finalizer, writes_metadata_json
+
+__all__ = ["Finalizers"]
+
+logger = logging.getLogger(__name__)
+
+
+class Finalizers:
+    """The finalizers of one save on this rank, in the order in which they were added; the commit apart."""
+
+    def __init__(self, finalizers: Sequence[Callable[[], Any]], commit: SaveCommit | None) -> None:
+        """Sort out what is left to do beside ``commit``, which also does what Megatron needs a barrier for."""
+        self._commit = commit
+        self._rest = [
+            fn for fn in finalizers if fn is not commit and not (commit is not None and writes_metadata_json(fn))
+        ]
+
+    @property
+    def need_all_ranks(self) -> bool:
+        """Whether they hold collectives, so that they may only run once all ranks know that the save was published."""
+        return self._commit is not None and any(map(is_collective_finalizer, self._rest))
+
+    def run_unconfirmed(self, *, is_coordinator: bool) -> None:
+        """Run what belongs to the publishing of the save: on the coordinator, or on all ranks without a commit of ours.
+
+        The other ranks do not know yet that it was published. Runs all of them, also behind one that fails.
+
+        Raises:
+            BaseException: the first error.
+        """
+        if self._commit is None or (is_coordinator and not self.need_all_ranks):
+            self._run()
+
+    def run_confirmed(self, *, is_coordinator: bool) -> None:
+        """Run the others, once all ranks know that the save was published; raises as ``run_unconfirmed``."""
+        if self._commit is not None and (self.need_all_ranks or not is_coordinator):
+            self._run()
+
+    def _run(self) -> None:
+        errors: list[BaseException] = []
+        for finalizer in self._rest:
+            try:
+                finalizer()
+            except (Exception, CheckpointException) as error:
+                if is_optional_finalizer(finalizer):
+                    report(error)
+                else:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def report(error: BaseException) -> None:
+    """Log what failed and costs nothing."""
+    logger.error("The checkpoint is published, but what follows it failed on this rank: %r.", error, exc_info=error)
