@@ -5,8 +5,9 @@ An item is named by its fully qualified name and, for a shard of a tensor, its g
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from megatron_ckpt_ext.errors import PreparedFileError
@@ -78,10 +79,11 @@ class Slice:
         """
         try:
             held = data["held"]
+            check = cache(_check_path)  # a rank has few files and thousands of items
             return cls(
                 rank=int(data["rank"]),
                 locators={
-                    _item(fqn, offset): checked_locator(path, start, length)
+                    _item(fqn, offset): _checked(check, path, start, length)
                     for fqn, offset, path, start, length in data["locators"]
                 },
                 held=None if held is None else {_item(fqn, offset): str(text) for fqn, offset, text in held},
@@ -99,9 +101,17 @@ def checked_locator(path: str, offset: int, length: int) -> Locator:
     Raises:
         PreparedFileError: the path is absolute or leaves the checkpoint directory, or the numbers are no byte range.
     """
+    return _checked(_check_path, path, offset, length)
+
+
+def _check_path(path: str) -> None:
     parts = path.replace("\\", "/").split("/")
     if not path or path.startswith("/") or ".." in parts or "\0" in path:
         raise PreparedFileError(f"the prepared metadata names the file {path!r}, outside the checkpoint directory")
+
+
+def _checked(check: Callable[[str], None], path: str, offset: int, length: int) -> Locator:
+    check(path)
     numbers = isinstance(offset, int) and isinstance(length, int)
     if not (numbers and 0 <= offset <= offset + length < _LARGEST_FILE):
         raise PreparedFileError(f"the prepared metadata has the byte range ({offset!r}, {length!r}) for {path!r}")
@@ -121,4 +131,4 @@ def workers_per_rank(paths: Iterable[str]) -> int | None:
 
 
 def _item(fqn: str, offset: list[int] | None) -> Item:
-    return Item(str(fqn), None if offset is None else tuple(int(number) for number in offset))
+    return Item(str(fqn), None if offset is None else tuple(map(int, offset)))

@@ -4,7 +4,8 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,7 +23,7 @@ from megatron_ckpt_ext.metadata.guard import (
 )
 from megatron_ckpt_ext.metadata.items import describe_metadata, item_of, locators_of
 from megatron_ckpt_ext.metadata.layout import Item, Locator, Slice, owner_of, workers_per_rank
-from megatron_ckpt_ext.metadata.pickled import load_metadata, metadata_body
+from megatron_ckpt_ext.metadata.pickled import load_metadata, metadata_body, paused_garbage_collection
 
 __all__ = ["FingerprintMismatchError", "PreparedMetadata"]
 
@@ -46,7 +47,7 @@ class FingerprintMismatchError(PreparedFileError):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PreparedMetadata:
     """One rank's view of a prepared metadata. Immutable, picklable, owns no resources.
 
@@ -67,12 +68,11 @@ class PreparedMetadata:
     """The file that it came from."""
     in_our_format: bool = True
     """Whether it came from a file with our trailer, or from this job."""
-    places: bytes = field(init=False, repr=False)
-    """``places_digest`` of the slice."""
 
-    def __post_init__(self) -> None:
-        """Digest the slice once, for all saves."""
-        object.__setattr__(self, "places", places_digest(self.slice.locators))
+    @cached_property
+    def places(self) -> bytes:
+        """``places_digest`` of the slice, made once for all saves."""
+        return places_digest(self.slice.locators)
 
     @classmethod
     def load(
@@ -95,7 +95,7 @@ class PreparedMetadata:
             FingerprintMismatchError: a structural field differs; its world size always counts.
         """
         current = _with_world_size(expected or Fingerprint(), world_size)
-        with Container.open(path) as file:
+        with paused_garbage_collection(), Container.open(path) as file:
             if not file.has_trailer:
                 data = file.whole_file()
                 metadata = load_metadata(data, origin=f"prepared metadata {path!r}")
@@ -164,9 +164,10 @@ class PreparedMetadata:
             raise PreparedFileError("this rank has no bytes of the layout: it was loaded for another coordinator")
         return self if isinstance(self.body, bytes) else replace(self, body=b"".join(BodyReader().read(self.body)))
 
-    def knows(self, item: Item) -> bool:
-        """Whether the layout has a place for an item that this rank holds. No collectives."""
-        return item in (self.slice.held if self.slice.held is not None else self.known or {})
+    @property
+    def known_items(self) -> Mapping[Item, str]:
+        """The items for which the layout has a place, of those that this rank may hold."""
+        return self.slice.held if self.slice.held is not None else self.known or {}
 
     def held_drift(self, held: Mapping[Item, str]) -> Drift | None:
         """Compare what this rank holds with what it held at create time. No collectives."""

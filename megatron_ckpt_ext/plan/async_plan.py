@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.errors import ConfigurationError
@@ -60,10 +60,11 @@ def save_state_dict_async_plan(
     storage_writer: Any,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
-    planner: SavePlanner | None = None,
+    planner: Any = None,
     *,
     reuse_metadata_obj: PreparedMetadata | Metadata | None = None,
     held_items: Mapping[Item, str] | None = None,
+    local_plan: SavePlan | None = None,
 ) -> PlanResult:
     """Plan a save and resolve its data.
 
@@ -79,6 +80,7 @@ def save_state_dict_async_plan(
         planner: a planner that can plan locally (``can_run_decentralized_global_plan``).
         reuse_metadata_obj: the layout to follow; a plain ``Metadata`` must be complete.
         held_items: everything this rank holds, written or not; by default what the local plan writes.
+        local_plan: of an earlier save of a state dict with the same items in the same order, to save making it again.
 
     Returns:
         The positional arguments of ``save_state_dict_async_finalize``.
@@ -98,7 +100,9 @@ def save_state_dict_async_plan(
         world_size=wrapper.get_world_size(),
         is_coordinator=wrapper.is_coordinator,
     )
-    local_plan = _local_plan(state_dict, storage_writer, planner, is_coordinator=wrapper.is_coordinator)
+    planner.set_up_planner(state_dict, is_coordinator=wrapper.is_coordinator)
+    storage_writer.set_up_storage_writer(wrapper.is_coordinator)
+    local_plan = storage_writer.prepare_local_plan(local_plan or planner.create_local_plan())
     held = held_in_plan(local_plan) if held_items is None else held_items
     prepared = _as_prepared(reuse_metadata_obj, wrapper)
     _resolve_data(local_plan, storage_writer, planner)
@@ -133,13 +137,6 @@ def _as_prepared(reuse: PreparedMetadata | Metadata | None, wrapper: Any) -> Pre
     if reuse is None or isinstance(reuse, PreparedMetadata):
         return reuse
     return PreparedMetadata.from_metadata(reuse, wrapper.rank, coordinator=wrapper.coordinator_rank)
-
-
-def _local_plan(state_dict: dict[str, Any], storage_writer: Any, planner: Any, *, is_coordinator: bool) -> SavePlan:
-    planner.set_up_planner(state_dict, is_coordinator=is_coordinator)
-    storage_writer.set_up_storage_writer(is_coordinator)
-    plan: SavePlan = storage_writer.prepare_local_plan(planner.create_local_plan())
-    return plan
 
 
 def _resolve_data(local_plan: SavePlan, storage_writer: Any, planner: Any) -> None:

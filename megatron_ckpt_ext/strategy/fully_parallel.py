@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ckpt_ext.compat.mcore import FullyParallelSaveStrategyWrapper, ShardedTensor, nested_values
-from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
@@ -47,8 +46,9 @@ def distribute_from_slice(sharded_state_dict: Mapping[str, Any], prepared: Prepa
         sharded_state_dict: changed in place; objects keep their replica ids, as in Megatron's own distribution.
         prepared: the layout.
     """
+    known, own = prepared.known_items, prepared.slice.locators
     for entry in nested_values(sharded_state_dict):
         if isinstance(entry, ShardedTensor):
-            item = Item(entry.key, tuple(entry.global_offset))
-            if prepared.knows(item):
-                entry.replica_id = 0 if item in prepared.slice.locators else 1
+            item = (entry.key, tuple(entry.global_offset))  # equals an Item, and there are many
+            if item in known:
+                entry.replica_id = 0 if item in own else 1
