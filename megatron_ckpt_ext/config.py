@@ -103,6 +103,15 @@ class CkptExtConfig:
             return f"with --ckpt-format {self.ckpt_format}: use {' or '.join(_FORMATS)}, or leave --ckpt-metadata out"
         if not self.save:
             return "without --save: add --save DIRECTORY, or leave --ckpt-metadata out"
-        if self.enable_msc:
-            return "with --enable-msc: leave one of them out, remote storage is not supported yet"
+        if _is_object(self.ckpt_metadata):
+            return (
+                "on a path of the multi-storage client: name a file on a local or shared file system, every job reads "
+                "it anew"
+            )
+        if _is_object(self.save) and not self.enable_msc:
+            return f"with --save {self.save} but without --enable-msc: add --enable-msc, or save to a directory"
         return None
+
+
+def _is_object(path: str) -> bool:
+    return path.startswith("msc:/")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ckpt_ext.publish.atomic import stage_file, write_file
+from megatron_ckpt_ext.publish.storage.files import Files
 
 LIMIT = 64 << 10
 PROGRAM = """
@@ -81,7 +82,7 @@ def test_bytes_are_durable_before_the_rename_and_the_rename_afterwards(
 ) -> None:
     path = str(tmp_path / "file")
 
-    staged = stage_file(path, [b"content"])
+    staged = Files().stage(path, [b"content"])
 
     assert journal == [("fsync", staged.temporary)]
     assert Path(staged.temporary).read_bytes() == b"content"
@@ -157,7 +158,7 @@ def test_a_rename_that_fails_leaves_nothing(tmp_path: Path) -> None:
         write_file(str(tmp_path / "file"), [b"content"])
 
     assert names(tmp_path) == ["file"]
-    staged = stage_file(str(tmp_path / "file"), [b"content"])
+    staged = Files().stage(str(tmp_path / "file"), [b"content"])
     with pytest.raises(OSError, match="directory"):
         staged.publish()
     assert Path(staged.temporary).read_bytes() == b"content"

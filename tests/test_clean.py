@@ -4,13 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from msc_profiles import Profile
 from ranks import RankPool
 from workload import Job, checkpoint_values, save, state, values
 
 from megatron_ckpt_ext import verify_checkpoint
+from megatron_ckpt_ext.compat.msc import list_objects, write_object
 from megatron_ckpt_ext.publish.clean import clear_for_save
 
+pytest_plugins = ["msc_profiles"]
+
 LEFT_BEHIND = (
+    ".complete",
     ".metadata",
     "__0_0.distcp",
     "__0_1.distcp",
@@ -34,11 +39,12 @@ def left(directory: Path, rank: int, *, world_size: int = 2, coordinator: bool =
 
 
 def test_a_rank_removes_the_marker_and_its_own_files_only(tmp_path: Path) -> None:
-    assert set(LEFT_BEHIND) - left(tmp_path, 1) == {".metadata", "__1_0.distcp", "hint__1_1.distcp"}
+    assert set(LEFT_BEHIND) - left(tmp_path, 1) == {".complete", ".metadata", "__1_0.distcp", "hint__1_1.distcp"}
 
 
 def test_the_coordinator_also_removes_what_nobody_owns(tmp_path: Path) -> None:
     assert set(LEFT_BEHIND) - left(tmp_path, 0, coordinator=True) == {
+        ".complete",
         ".metadata",
         "__0_0.distcp",
         "__0_1.distcp",
@@ -47,6 +53,16 @@ def test_the_coordinator_also_removes_what_nobody_owns(tmp_path: Path) -> None:
         ".metadata.0123456789ab.tmp",
         "metadata.json.0123456789ab.tmp",
     }
+
+
+def test_it_is_the_same_for_objects(profile: Profile) -> None:
+    url = profile.url("run")
+    for rank, kept in ((1, {"__0_0.distcp", "__2_0.distcp", "metadata.json"}), (0, {"__1_0.distcp", "metadata.json"})):
+        for name in (".complete", ".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "metadata.json"):
+            write_object(f"{url}/{name}", b"old")
+        for _ in range(2):
+            clear_for_save(url, rank=rank, world_size=2, is_coordinator=rank == 0)
+        assert {entry.name for entry in list_objects(url)} == kept
 
 
 def test_clearing_twice_and_clearing_nothing_is_fine(tmp_path: Path) -> None:
@@ -62,6 +78,16 @@ def test_the_marker_goes_before_the_data(tmp_path: Path) -> None:
         clear_for_save(str(tmp_path), rank=0, world_size=1, is_coordinator=True)
 
     assert (tmp_path / "__0_0.distcp").exists()
+
+
+def test_the_marker_of_objects_goes_before_everything_else(files_profile: Profile) -> None:
+    for name in (".complete", ".metadata/cannot be removed as an object", "__0_0.distcp"):
+        write_object(files_profile.url("run", name), b"old")
+
+    with pytest.raises(OSError):
+        clear_for_save(files_profile.url("run"), rank=0, world_size=1, is_coordinator=True)
+
+    assert {path.name for path in (files_profile.plain / "run").iterdir()} == {".metadata", "__0_0.distcp"}
 
 
 def saved_twice_on_rank(directory: str) -> tuple[dict[str, object], dict[str, object]]:

@@ -23,7 +23,8 @@ REFUSED = [
     ({"ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp", "use torch_dist"),
     ({"save": None}, "--save", "add --save DIRECTORY"),
     ({"save": ""}, "--save", "add --save DIRECTORY"),
-    ({"enable_msc": True}, "--enable-msc", "leave one of them out"),
+    ({"ckpt_metadata": "msc://profile/prepared"}, "--ckpt-metadata msc://profile/prepared", "name a file on a local"),
+    ({"save": "msc://profile/run"}, "--save msc://profile/run but without --enable-msc", "add --enable-msc"),
     *(
         ({"ckpt_save_timeout": seconds}, f"--ckpt-save-timeout {seconds:g} ", "the longest pause of your storage")
         for seconds in (0.0, -1.0, float("nan"), float("inf"), 365 * 86400.0)
@@ -55,6 +56,11 @@ def test_what_can_work_is_accepted_and_frozen(create: bool) -> None:
     assert replace(config) == config
     with pytest.raises(FrozenInstanceError):
         config.save = "elsewhere"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("save", ["checkpoints", "msc://profile/run"])
+def test_the_multi_storage_client_is_accepted(save: str) -> None:
+    CkptExtConfig(**{**VALID, "save": save}, enable_msc=True)
 
 
 @pytest.mark.parametrize("change", [{"ckpt_format": "torch"}, {"save": None}, {"async_save": False}], ids=str)
@@ -138,4 +144,8 @@ def test_the_command_line_of_megatron_is_checked(ranks: RankPool) -> None:
     assert "without --use-persistent-ckpt-worker" in str(parsed("--async-save", *metadata))
     assert "--async-strategy mcore" in str(parsed(*worker, *metadata, "--async-strategy", "mcore"))
     assert "--ckpt-format fsdp_dtensor" in str(parsed(*worker, *metadata, "--ckpt-format", "fsdp_dtensor"))
-    assert "--enable-msc" in str(parsed(*worker, *metadata, "--enable-msc"))
+    remote = ["--save", "msc://profile/run"]
+    assert parsed(*worker, *metadata, *remote, "--enable-msc") == CkptExtConfig(
+        **{**VALID, "save": "msc://profile/run"}, enable_msc=True
+    )
+    assert "--enable-msc" in str(parsed(*worker, *metadata, *remote))

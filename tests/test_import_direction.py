@@ -41,18 +41,25 @@ ROWS = (
         may=("compat", "errors"),
         why="Files, slices and comparison: data, no collectives, no I/O of saves.",
     ),
-    Row(name="publish.atomic", why="Makes files appear and go; it does not know what is in them."),
+    Row(name="publish.storage", may=("compat",), why="Files and objects as bytes; it does not know what is in them."),
+    Row(
+        name="publish.atomic", may=("publish.storage",), why="Makes files appear and go, whatever storage they are in."
+    ),
     Row(
         name="publish.clean",
-        may=("compat", "metadata", "publish.atomic"),
+        may=("compat", "metadata", "publish.storage"),
         why="Makes room for a save by what file names tell; it opens nothing.",
     ),
     Row(
         name="publish",
-        may=("compat", "errors", "metadata"),
+        may=("compat", "errors", "metadata", "publish.storage"),
         why="Judges what is complete by what its metadata says; it reads, and no save waits for it.",
     ),
-    Row(name="write", may=("compat", "errors"), why="Runs in another process, so it takes as little along as it can."),
+    Row(
+        name="write",
+        may=("compat", "errors", "metadata", "publish.atomic"),
+        why="Runs in another process: it compares and makes files durable there, and knows no plan and no vote.",
+    ),
     Row(
         name="plan",
         may=("compat", "errors", "metadata", "publish.clean"),

@@ -1,13 +1,19 @@
 """Megatron's tracker file is never empty, and an unreadable one does not look like a finished job."""
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.msc_utils import MultiStorageClientFeature, maybe_msc
+from msc_profiles import Profile
 
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.tracker import TRACKER_FILE, AtomicTracker, explaining_reader
+
+pytest_plugins = ["msc_profiles"]
 
 FILES = AtomicTracker(SimpleNamespace(open=open, answer=42))
 
@@ -39,11 +45,43 @@ def test_everything_else_is_opened_as_before(tmp_path: Path) -> None:
     assert FILES.answer == 42
 
 
-def test_remote_trackers_are_left_to_their_storage(tmp_path: Path) -> None:
+@pytest.fixture
+def remote(profile: Profile) -> Iterator[str]:
+    """A tracker in a named profile, where Megatron's own module opens it."""
+    MultiStorageClientFeature.enable()
+    yield profile.url("run", TRACKER_FILE)
+    MultiStorageClientFeature.disable()
+
+
+def test_a_remote_tracker_appears_when_it_is_closed(remote: str) -> None:
+    files = AtomicTracker(maybe_msc)
+    for before, after in (("", "4"), ("4", "8")):
+        with files.open(remote, "w") as file:
+            file.write(after)
+            if before:
+                assert files.open(remote).read() == before
+        assert files.open(remote).read() == after
+
+
+def test_a_writer_that_fails_leaves_the_old_remote_tracker(remote: str) -> None:
+    files = AtomicTracker(maybe_msc)
+    with files.open(remote, "w") as file:
+        file.write("4")
+    with pytest.raises(ZeroDivisionError), files.open(remote, "w") as file:
+        file.write(str(8 // 0))
+    assert files.open(remote).read() == "4"
+
+
+def test_a_path_of_another_storage_is_left_to_it() -> None:
     opened = []
-    remote = AtomicTracker(SimpleNamespace(open=lambda *args: opened.append(args)))
-    remote.open(f"msc://profile/run/{TRACKER_FILE}", "w")
-    assert opened == [(f"msc://profile/run/{TRACKER_FILE}", "w")]
+
+    def open_it(*args: str) -> io.StringIO:
+        opened.append(args)
+        return io.StringIO()
+
+    with AtomicTracker(SimpleNamespace(open=open_it)).open(f"s3://bucket/{TRACKER_FILE}", "w") as file:
+        file.write("4")
+    assert opened == [(f"s3://bucket/{TRACKER_FILE}", "w")]
 
 
 def exiting(code: Any) -> Any:
@@ -59,3 +97,8 @@ def test_an_unreadable_tracker_is_an_error_with_a_way_out(tmp_path: Path) -> Non
     with pytest.raises(SystemExit, match="3"):
         exiting(3)(str(tmp_path / TRACKER_FILE))
     assert explaining_reader(lambda path: (8, False))("x") == (8, False)
+
+
+def test_an_unreadable_remote_tracker_is_the_same_error(remote: str) -> None:
+    with pytest.raises(ConfigurationError, match="there is no complete checkpoint beside it, or remove it"):
+        exiting(None)(remote)

@@ -34,23 +34,30 @@ class AtomicTracker(ModuleType):
         return getattr(self._real, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **options: Any) -> Any:
-        """Open a file; a local tracker appears whole at the end of its ``with`` block."""
-        if mode == "w" and os.path.basename(str(path)) == TRACKER_FILE and "://" not in str(path):
-            return _WholeFile(str(path))
-        return self._real.open(path, mode, *args, **options)
+        """Open a file; the tracker appears whole at the end of its ``with`` block, wherever it lies."""
+        if mode != "w" or os.path.basename(str(path)) != TRACKER_FILE:
+            return self._real.open(path, mode, *args, **options)
+        if "://" not in str(path):
+            return _WholeFile(lambda text: write_file(str(path), [text.encode()]))
+        return _WholeFile(lambda text: _write(self._real.open(path, mode, *args, **options), text))
 
 
 class _WholeFile(io.StringIO):
-    """Text that becomes a file at the end of its ``with`` block, unless that ends with an exception."""
+    """Text that is written at the end of its ``with`` block, unless that ends with an exception."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
-        self._path = path
+        self._write = write
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
-            write_file(self._path, [self.getvalue().encode()])
+            self._write(self.getvalue())
         super().__exit__(kind, error, trace)
+
+
+def _write(file: Any, text: str) -> None:
+    with file:
+        file.write(text)
 
 
 def explaining_reader(stock: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,69 +1,36 @@
-"""Files that appear whole: temporary name, flush, fsync, rename, directory fsync."""
+"""Files and objects that appear whole: three verbs for whoever saves, on any kind of path.
 
-import contextlib
-import os
-import uuid
+What is staged survives a crash but does not count; publishing it is one small step. On a file system that step is a
+rename; for ``msc://`` paths, which have none, it is the upload of a marker (see ``publish.storage.objects``).
+"""
+
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from megatron_ckpt_ext.publish.storage.interface import StagedFile, storage_of
 
 __all__ = ["StagedFile", "remove_file", "stage_file", "write_file"]
 
 
-@dataclass(frozen=True, slots=True)
-class StagedFile:
-    """A durable file under a temporary name, waiting for its rename."""
-
-    temporary: str
-    """Where the bytes are now, in the directory of ``final``."""
-    final: str
-    """The name that ``publish`` gives them."""
-
-    def publish(self) -> None:
-        """Rename to the final name and make the rename durable. No collectives.
-
-        Raises:
-            OSError: the rename failed and the temporary file is still there, or the rename is not durable yet.
-        """
-        os.rename(self.temporary, self.final)
-        _fsync_directory(os.path.dirname(self.final) or ".")
-
-    def discard(self) -> None:
-        """Remove the temporary file if that is possible; never raises, for peers may be waiting. No collectives."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.temporary)
-
-
 def stage_file(path: str, chunks: Iterable[bytes]) -> StagedFile:
-    """Write ``chunks`` durably beside ``path``, to be published later. No collectives.
+    """Make ``chunks`` durable for ``path``, to be published later. No collectives.
+
+    Returns:
+        Plain data; another process may publish or discard it.
 
     Raises:
-        OSError: nothing is left behind.
+        OSError: nothing that counts is left behind.
     """
-    staged = StagedFile(f"{path}.{uuid.uuid4().hex[:12]}.tmp", path)
-    try:
-        with open(staged.temporary, "xb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        staged.discard()
-        raise
-    return staged
+    return storage_of(path).stage(path, chunks)
 
 
 def write_file(path: str, chunks: Iterable[bytes]) -> None:
     """Make ``path`` appear with the bytes of ``chunks``, replacing an older file. No collectives.
 
     Raises:
-        OSError: nothing is left behind; the older file, if any, is untouched unless only the last step, which makes
-            the rename durable, failed.
+        OSError: an older file is untouched unless only the last step, which makes the rename durable, failed; an older
+            object is untouched or replaced, and an older ``.metadata`` object does not count any more.
     """
-    staged = stage_file(path, chunks)
-    try:
-        staged.publish()
-    except BaseException:
-        staged.discard()
-        raise
+    storage_of(path).write(path, chunks)
 
 
 def remove_file(path: str) -> None:
@@ -72,14 +39,4 @@ def remove_file(path: str) -> None:
     Raises:
         OSError: it is there and cannot be removed.
     """
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-        _fsync_directory(os.path.dirname(path) or ".")
-
-
-def _fsync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    storage_of(path).remove(path)

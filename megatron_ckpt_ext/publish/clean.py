@@ -1,20 +1,23 @@
 """Making room for a save in a directory that an earlier attempt left behind. Needs no barrier.
 
-The order matters: the old completeness marker goes first, durably, and on every rank, so that no reader takes old
-``.metadata`` for a description of new bytes; then each rank removes its own files, and nobody else's.
+The order matters: what says that the old checkpoint is complete goes first, durably, and on every rank, so that no
+reader takes old ``.metadata`` for a description of new bytes; then each rank removes its own files, and nobody else's.
 """
 
 import os
 import re
-from collections.abc import Iterator
 
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 from megatron_ckpt_ext.metadata.layout import owner_of
-from megatron_ckpt_ext.publish.atomic import remove_file
+from megatron_ckpt_ext.publish.storage.interface import storage_of
+from megatron_ckpt_ext.publish.storage.marker import MARKER_FILE
 
 __all__ = ["clear_for_save"]
 
-_OUR_TEMPORARY = re.compile(r"(\.metadata|metadata\.json)\.[0-9a-f]{12}\.tmp")
+_OUR_TEMPORARY = re.compile(
+    r"(\.metadata|metadata\.json)\.[0-9a-f]{12}\.tmp|\.(\.metadata|\.complete|metadata\.json)\.tmp"
+)
+"""Of ours on a file system, and of the multi-storage client where a profile lies on one."""
 
 
 def clear_for_save(directory: str, *, rank: int, world_size: int, is_coordinator: bool) -> None:
@@ -29,17 +32,16 @@ def clear_for_save(directory: str, *, rank: int, world_size: int, is_coordinator
     Raises:
         OSError: something is there and cannot be removed.
     """
-    remove_file(os.path.join(directory, METADATA_FILE))
-    for name in list(_names(directory)):
+    storage = storage_of(directory)
+    names = storage.names(directory)
+    for name in (MARKER_FILE, METADATA_FILE):
+        # A listing of a shared file system may be behind. That of objects is not, and each request counts: all ranks
+        # send theirs at the same moment.
+        if storage.has_renames or name in names:
+            storage.remove(os.path.join(directory, name))
+    for name in names:
         owner = owner_of(name)
         is_own = owner == rank
         is_nobodys = owner is not None and owner >= world_size or bool(_OUR_TEMPORARY.fullmatch(name))
         if is_own or (is_coordinator and is_nobodys):
-            remove_file(os.path.join(directory, name))
-
-
-def _names(directory: str) -> Iterator[str]:
-    try:
-        yield from os.listdir(directory)
-    except FileNotFoundError:
-        return
+            storage.remove(os.path.join(directory, name))

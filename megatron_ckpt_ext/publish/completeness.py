@@ -19,7 +19,8 @@ from typing import Literal
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator
 from megatron_ckpt_ext.publish.coverage import find_coverage_fault
-from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, file_size, read_layout
+from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout
+from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 
 __all__ = ["MOST_PROBLEMS", "CheckpointReport", "Kind", "verify_checkpoint"]
 
@@ -73,20 +74,29 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
 
     Complete means: ``.metadata`` is readable; each item has a place in a file, and each place an item; the places lie
     inside files of the directory and do not overlap; the chunks of each tensor cover it exactly once; and the side
-    files of the format are there, for ``torch_dist`` ``metadata.json`` and, before Megatron 0.19, ``common.pt``.
+    files of the format are there, for ``torch_dist`` ``metadata.json`` and, before Megatron 0.19, ``common.pt``. In
+    object storage the marker of ``.metadata`` must be there, too.
 
     Whatever is in the directory, or if there is none: no foreign code is run, and the answer is a report.
+
+    Args:
+        path: a directory, or ``msc://profile/prefix``.
+
+    Raises:
+        ConfigurationError: an ``msc://`` path, but the multi-storage client is not installed.
     """
-    directory = os.fspath(path)
+    storage = storage_of(os.fspath(path))
+    directory = storage.directory(os.fspath(path))
     try:
         layout = read_layout(directory)
-        problems = _layout_problems(layout, lambda name: file_size(directory, name))
-    except UnreadableMetadataError as error:
+        problems = _layout_problems(layout, storage.sizes(directory))
+    except (OSError, UnreadableMetadataError) as error:
         layout = None
         problems = iter((str(error),))
-    kind = _kind(directory, layout)
+    kind = _kind(storage, directory, layout)
     if kind == "torch_dist":
-        problems = chain(problems, _config_problems(directory), _common_state_problems(directory, layout))
+        side_files = _config_problems(storage, directory), _common_state_problems(storage, directory, layout)
+        problems = chain(problems, *side_files)
     return _report(directory, kind, layout or RecordedLayout(), problems)
 
 
@@ -147,18 +157,19 @@ def _file_problems(file: str, placed: list[tuple[Locator, Item]], size_of: Calla
             reached, owner = place.offset + place.length, item
 
 
-def _kind(directory: str, layout: RecordedLayout | None) -> Kind:
+def _kind(storage: Storage, directory: str, layout: RecordedLayout | None) -> Kind:
     """Tell Megatron's format by what Megatron alone writes; one of its files may be what is missing."""
-    if any(os.path.lexists(os.path.join(directory, name)) for name in (_CONFIG_FILE, _COMMON_FILE)):
+    if any(storage.exists(os.path.join(directory, name)) for name in (_CONFIG_FILE, _COMMON_FILE)):
         return "torch_dist"
     names = layout.objects if layout else []
     return "torch_dist" if any(_MEGATRON_OBJECT.search(name) for name in names) else "dcp"
 
 
-def _config_problems(directory: str) -> Iterator[str]:
+def _config_problems(storage: Storage, directory: str) -> Iterator[str]:
+    path = os.path.join(directory, _CONFIG_FILE)
     try:
-        file_size(directory, _CONFIG_FILE)
-        with open(os.path.join(directory, _CONFIG_FILE), "rb") as file:
+        storage.size(path)
+        with storage.open(path) as file:
             config = json.loads(file.read(_CONFIG_LIMIT))
     except OSError as error:
         yield f"{_CONFIG_FILE}, which Megatron needs beside .metadata, cannot be read: {error.strerror}"
@@ -171,16 +182,19 @@ def _config_problems(directory: str) -> Iterator[str]:
         yield f"{_CONFIG_FILE} names the format {backend!r}, not 'torch_dist'"
 
 
-def _common_state_problems(directory: str, layout: RecordedLayout | None) -> Iterator[str]:
+def _common_state_problems(storage: Storage, directory: str, layout: RecordedLayout | None) -> Iterator[str]:
     """Megatron keeps its common state in an item since 0.19, before in a file of its own."""
     if layout is None or any(name.startswith(_COMMON_STATE) for name in layout.objects):
         return
+    path = os.path.join(directory, _COMMON_FILE)
     try:
-        file_size(directory, _COMMON_FILE)
+        storage.size(path)
+        with storage.open(path) as file:
+            is_archive = zipfile.is_zipfile(file)
     except OSError as error:
         yield f"{_COMMON_FILE}, needed since there is no item 'common_state', cannot be read: {error.strerror}"
         return
-    if not zipfile.is_zipfile(os.path.join(directory, _COMMON_FILE)):
+    if not is_archive:
         yield f"{_COMMON_FILE} is cut off or damaged: it has no end of a torch.save archive"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.publish.completeness import CheckpointReport, verify_checkpoint
+from megatron_ckpt_ext.publish.storage.interface import storage_of
 
 __all__ = ["LatestStep", "latest_complete_step"]
 
@@ -31,6 +32,9 @@ def latest_complete_step(directory: str | os.PathLike[str]) -> LatestStep:
     directory counts as one. Older checkpoints than the one found are not looked at. No collectives, no process group;
     on a shared file system ranks may see different things, so let one rank ask and tell the others.
 
+    Args:
+        directory: of the checkpoints, or ``msc://profile/prefix``. A prefix that holds nothing is an empty directory.
+
     Raises:
         ConfigurationError: ``directory`` is missing or cannot be listed.
     """
@@ -44,15 +48,16 @@ def latest_complete_step(directory: str | os.PathLike[str]) -> LatestStep:
 
 
 def _steps(directory: str) -> list[tuple[int, str]]:
+    storage = storage_of(directory)
     try:
-        with os.scandir(directory) as entries:
-            return [
-                (int(match[1] or match[2]), entry.path)
-                for entry in entries
-                if (match := _STEP.fullmatch(entry.name)) and entry.is_dir()
-            ]
+        names = storage.subdirectories(directory)
     except OSError as error:
         raise ConfigurationError(
             f"the checkpoint directory {directory!r} cannot be listed: {error.strerror}. Name a directory that holds "
             "iter_NNNNNNN or step_N checkpoints"
         ) from error
+    return [
+        (int(match[1] or match[2]), os.path.join(storage.directory(directory), name))
+        for name in names
+        if (match := _STEP.fullmatch(name))
+    ]

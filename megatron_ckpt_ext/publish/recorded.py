@@ -1,23 +1,25 @@
 """What a checkpoint's ``.metadata`` records, as plain data: untrusted bytes end here, in known types or in an error."""
 
-import errno
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE, StorageInfo
+from megatron_ckpt_ext.compat.msc import object_url
 from megatron_ckpt_ext.errors import CkptExtError, PreparedFileError
 from megatron_ckpt_ext.metadata.container import Container
 from megatron_ckpt_ext.metadata.layout import Item, Locator
 from megatron_ckpt_ext.metadata.pickled import load_metadata, with_storage_meta
 from megatron_ckpt_ext.publish.coverage import Chunk
+from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
+from megatron_ckpt_ext.publish.storage.marker import MARKER_FILE, MARKER_LIMIT, Marker
 
-__all__ = ["RecordedLayout", "RecordedTensor", "UnreadableMetadataError", "file_size", "read_layout"]
+__all__ = ["RecordedLayout", "RecordedTensor", "UnreadableMetadataError", "read_layout"]
 
 _NUMBERS = range(-(1 << 63), 1 << 63)
 
@@ -50,47 +52,80 @@ class RecordedLayout:
 def read_layout(directory: str) -> RecordedLayout:
     """Read the ``.metadata`` of a checkpoint through the allow-list. No collectives.
 
+    Where it was published as an object its marker must be there and agree: for ``msc://`` paths, and for a
+    ``.metadata`` that names such a path as its own, wherever it lies now.
+
     Raises:
-        UnreadableMetadataError: missing, damaged, or hostile.
+        UnreadableMetadataError: missing, damaged, hostile, or not published.
     """
-    metadata = _load(directory)
+    storage = storage_of(directory)
     try:
+        return _read(storage, directory)
+    except OSError as error:
+        raise UnreadableMetadataError(f"{METADATA_FILE} cannot be read: {error.strerror}") from error
+
+
+def _read(storage: Storage, directory: str) -> RecordedLayout:
+    path = os.path.join(directory, METADATA_FILE)
+    if not storage.is_directory(directory):
+        raise UnreadableMetadataError(f"{directory!r} is no directory")
+    try:
+        storage.size(path)
+    except FileNotFoundError:
+        raise UnreadableMetadataError(f"{METADATA_FILE} is missing: no save was finished in this directory") from None
+    content = _judged_by_marker(storage, path)
+    metadata = _load(content) if content is not None and not storage.has_renames else _load_file(path)
+    try:
+        if content is None and _is_object(metadata):
+            raise UnreadableMetadataError(_unmarked())
         return _as_plain_data(metadata)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnreadableMetadataError(f"{METADATA_FILE} has an unexpected form: {error!r}") from error
 
 
-def file_size(directory: str, name: str) -> int:
-    """Return the size of a regular file in bytes. No collectives.
-
-    Raises:
-        OSError: missing, not readable, no regular file, or no file name; ``strerror`` says which.
-    """
+def _judged_by_marker(storage: Storage, path: str) -> bytes | None:
+    """Return the content of ``.metadata``, with which its marker agrees; ``None`` where there is and need be none."""
+    marker_path = os.path.join(os.path.dirname(path), MARKER_FILE)
     try:
-        found = os.stat(os.path.join(directory, name))
-    except ValueError as error:
-        raise OSError(errno.EINVAL, "Not a file name") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file")
-    return found.st_size
-
-
-def _load(directory: str) -> Metadata:
-    if not os.path.isdir(directory):
-        raise UnreadableMetadataError(f"{directory!r} is no directory")
-    try:
-        file_size(directory, METADATA_FILE)
+        storage.size(marker_path)
+        with storage.open(marker_path) as file:
+            marker = file.read(MARKER_LIMIT)
     except FileNotFoundError:
-        raise UnreadableMetadataError(f"{METADATA_FILE} is missing: no save was finished in this directory") from None
+        if storage.has_renames:
+            return None
+        raise UnreadableMetadataError(_unmarked()) from None
     except OSError as error:
-        raise UnreadableMetadataError(f"{METADATA_FILE} cannot be read: {error.strerror}") from error
+        raise UnreadableMetadataError(f"{MARKER_FILE} cannot be read: {error.strerror}") from error
+    with storage.open(path) as file:
+        content = file.read()
+    if problem := Marker.of(METADATA_FILE, content).disagreement(marker):
+        raise UnreadableMetadataError(problem)
+    return content
+
+
+def _unmarked() -> str:
+    return f"{MARKER_FILE} is missing: {METADATA_FILE} was uploaded, but not published"
+
+
+def _is_object(metadata: Metadata) -> bool:
+    """Whether it was made to be published as an object: a save records its own path."""
+    name = getattr(metadata.storage_meta, "checkpoint_id", None)
+    return isinstance(name, str | PurePath) and object_url(str(name)) is not None
+
+
+def _load_file(path: str) -> Metadata:
+    """Load a file, which may be a copied prepared file with a trailer."""
     try:
-        with Container.open(os.path.join(directory, METADATA_FILE)) as file:
-            data = file.body() + with_storage_meta(None) if file.has_trailer else file.whole_file()
+        with Container.open(path) as file:
+            content = file.body() + with_storage_meta(None) if file.has_trailer else file.whole_file()
     except (OSError, PreparedFileError) as error:  # its message would advise to remove a prepared file
         raise UnreadableMetadataError(f"{METADATA_FILE} cannot be read, or the trailer behind it is damaged") from error
+    return _load(content)
+
+
+def _load(content: bytes) -> Metadata:
     try:
-        return load_metadata(data, origin=METADATA_FILE)
+        return load_metadata(content, origin=METADATA_FILE)
     except PreparedFileError as error:
         raise UnreadableMetadataError(str(error)) from error
 

@@ -1,8 +1,8 @@
 """``PreparedSaveStrategy``: Megatron's ``torch_dist`` save strategy, following a prepared metadata."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,29 @@ from megatron_ckpt_ext.compat.mcore import (
     save_planner,
     to_pyt_state_dict,
 )
+from megatron_ckpt_ext.compat.msc import mapped_profile, megatron_uses_msc, object_url
 from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync, has_shared_buffers
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
+from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlanResult, failed_plan, save_state_dict_async_plan
-from megatron_ckpt_ext.plan.held import held_in_sharded_state_dict
+from megatron_ckpt_ext.plan.held import Holdings
 from megatron_ckpt_ext.write.nothing import write_nothing
 from megatron_ckpt_ext.write.snapshot import SHARED_MEMORY, check_room
 
 __all__ = ["PreparedSaveStrategy"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _LastPlan:
+    """The plan of the save before, and what it was made of."""
+
+    holdings: Holdings
+    held: Mapping[Item, str]
+    local_plan: Any
 
 
 class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron is untyped
@@ -87,6 +98,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         self._process_group = process_group
         self._on_commit = on_commit
         self._common_check = CommonStateCheck()
+        self._last_plan: _LastPlan | None = None
         self.preprocess_common: Callable[[Any], Any] | None = None
 
     def handles(self, async_strategy: str) -> bool:
@@ -111,18 +123,23 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         return self._request(result, common)
 
     def _plan(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> PlanResult:
-        held = held_in_sharded_state_dict(sharded_state_dict)
+        holdings = Holdings.of(sharded_state_dict)
+        known = self._last_plan if self._last_plan is not None and self._last_plan.holdings == holdings else None
         if self.cpu_shm_mode and not has_shared_buffers():
             check_room(SHARED_MEMORY, bytes_to_write(sharded_state_dict))
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
-        return save_state_dict_async_plan(
+        result = save_state_dict_async_plan(
             state_dict,
             self._writer(checkpoint_dir),
             self._process_group,
             planner=save_planner(keep_only_main_replica=self.keep_only_main_replica),
             reuse_metadata_obj=self.prepared,
-            held_items=held,
+            held_items=holdings.held() if known is None else known.held,
+            local_plan=None if known is None else known.local_plan,
         )
+        # Not the planner: it has the state dict, and the trainer may want to move its tensors elsewhere.
+        self._last_plan = _LastPlan(holdings, result.global_metadata.held, result.global_metadata.local_plan)
+        return result
 
     def _common_state(self, sharded_state_dict: dict[str, Any]) -> CommonState | None:
         """What Megatron 0.19 stores as one object, the same on every rank; written by rank 0 only."""
@@ -134,10 +151,12 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
     def _writer(self, checkpoint_dir: Path | str) -> Any:
         if self.separation_hint is not None and self.thread_count <= 1:
             self.thread_count = 2
+        url = _object_url(str(checkpoint_dir))
         return FileSystemWriterAsync(
-            checkpoint_dir,
+            checkpoint_dir if url is None else url,
             separation_hint=self.separation_hint,
             thread_count=self.thread_count,
+            use_msc=url is not None,
             use_cached_data_structure=self.use_cached_ckpt_structure,
             use_cpu_shm_for_gpu_tensors=self.cpu_shm_mode,
         )
@@ -165,6 +184,21 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
     def _current_fingerprint(self) -> Fingerprint:
         known = self._fingerprint or Fingerprint(ckpt_format=self.backend)
         return replace(known, world_size=dist.get_world_size(self._process_group), workers_per_rank=self.thread_count)
+
+
+def _object_url(directory: str) -> str | None:
+    """Return the URL if the checkpoint goes through the multi-storage client: the path says so, as for all we write.
+
+    Raises:
+        ConfigurationError: Megatron would look for it elsewhere than where we write it.
+    """
+    url = object_url(directory)
+    if url is None and megatron_uses_msc() and (profile := mapped_profile(directory)) is not None:
+        raise ConfigurationError(
+            f"the checkpoint directory {directory} is led to the profile {profile} by the path_mapping of the "
+            f"multi-storage client: write msc://{profile}/ and the rest in its place, or leave --enable-msc out"
+        )
+    return url
 
 
 def _file_of(prepared: PreparedMetadata | None, create_path: str | None) -> PreparedFile | None:
