@@ -218,7 +218,7 @@ class Saver:
                 Path(f"{self.directory}.go").touch()
 
 
-_IN_WRITER = (Phase.STAGING, Phase.WRITING)
+_IN_WRITER = (Phase.STAGING, Phase.WRITING, Phase.VOTE)
 
 
 def move_tracker(directory: str, step: int) -> None:
@@ -252,6 +252,18 @@ def _before(method: str, trap: Trap, request: Any) -> Any:
     return request
 
 
+def written_then(fire: Callable[[], None], function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """In the writer, instead of ``function``: its files are written, and nothing of what will be published."""
+    function(*arguments, **options)
+    fire()
+
+
+def _before_vote(trap: Trap, request: Any) -> Any:
+    if trap.cell.actor is Actor.TRAINER:
+        return _before("outcome", trap, request)
+    return request._replace(async_fn=partial(written_then, trap.fire, request.async_fn))
+
+
 def _before_tracker(trap: Trap, request: Any) -> Any:
     request.finalize_fns.insert(-1, trap.fire)
     return request
@@ -261,7 +273,7 @@ _SET: dict[Phase, Callable[[Trap, Any], Any]] = {
     Phase.PLANNING: lambda _trap, request: request,
     Phase.STAGING: _in_staging,
     Phase.WRITING: _in_writing,
-    Phase.VOTE: partial(_before, "outcome"),
+    Phase.VOTE: _before_vote,
     Phase.RENAME: partial(_before, "conclude"),
     Phase.TRACKER: _before_tracker,
 }

@@ -40,7 +40,8 @@ class Phase(StrEnum):
 
 FILE_SYSTEM = (Fault.FULL, Fault.READ_ONLY)
 SIGNALS = (Fault.KILL, Fault.STOP)
-_WRITER_WORKS = (Phase.STAGING, Phase.WRITING)
+_WRITER_WORKS = (Phase.STAGING, Phase.WRITING, Phase.VOTE)
+"""Before commit it makes durable what will be published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +86,9 @@ class Cell:
         if self.actor is Actor.TRAINER:
             if self.fault in SIGNALS or (self.fault is Fault.EXCEPTION and self.phase is Phase.WRITING):
                 return Expected(job_ends=True, newest=newest)
+            if self.fault is Fault.FULL and self.phase in (Phase.VOTE, Phase.RENAME):
+                # All to publish is on disk by then, and a rename needs no room; the tracker does.
+                return Expected(error=_cause(self), newest=2)
             return Expected(error=_cause(self), newest=newest)
         if self.fault in SIGNALS and self.phase not in _WRITER_WORKS:
             stopped = self.fault is Fault.STOP and self.phase is Phase.PLANNING

@@ -188,7 +188,7 @@ def test_a_coordinator_that_cannot_stage_votes_failed(ranks: RankPool, tmp_path:
 
     assert failure.error == WriteFailedError.__name__
     assert list(failure.causes) == [0]
-    assert str(tmp_path / "bad" / ".metadata") in failure.text
+    assert str(tmp_path / "bad" / "metadata.json") in failure.text
     assert not (tmp_path / "bad").exists()
     assert published(tmp_path / "good") == [".metadata", "metadata.json"]
 

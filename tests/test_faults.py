@@ -45,6 +45,7 @@ AT_FOUR_RANKS = (
     Cell(actor=Actor.WRITER, fault=Fault.KILL, phase=Phase.WRITING),
     Cell(actor=Actor.WRITER, fault=Fault.STOP, phase=Phase.WRITING),
     Cell(actor=Actor.WRITER, fault=Fault.EXCEPTION, phase=Phase.WRITING),
+    Cell(actor=Actor.WRITER, fault=Fault.KILL, phase=Phase.VOTE),
 )
 NO_MOUNT = "no tmpfs can be mounted here"
 

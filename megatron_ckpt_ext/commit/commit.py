@@ -23,7 +23,7 @@ from megatron_ckpt_ext.metadata.items import places_of
 from megatron_ckpt_ext.metadata.pickled import with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
-from megatron_ckpt_ext.publish.atomic import StagedFile, write_file
+from megatron_ckpt_ext.publish.atomic import StagedFile
 from megatron_ckpt_ext.write.lent_body import LentBody
 from megatron_ckpt_ext.write.seal import Seal, Sealed, ToStage, discard, stage
 
@@ -92,7 +92,7 @@ class SaveCommit:
             fingerprint: settings to record in a new layout.
             file: where a new layout is kept for later jobs.
             on_drift: what to do where the save does not match.
-            side_files: name -> content of what belongs to a checkpoint of this format, published after ``.metadata``.
+            side_files: name -> content of what belongs to a checkpoint of this format, published before ``.metadata``.
             common: what must be equal on all ranks.
             on_end: called on each rank with the published save, or ``None`` if it could not be written.
         """
@@ -167,14 +167,12 @@ class SaveCommit:
         return stage(self._to_stage(self._prepared.body or b""), BodyReader())
 
     def _to_stage(self, body: bytes | BodyFile) -> tuple[ToStage, ...]:
-        metadata = ToStage(
-            path=self._path_of(METADATA_FILE), body=body, suffix=with_storage_meta(self._writer.storage_meta())
-        )
-        side_files = (ToStage(path=self._path_of(name), suffix=content) for name, content in self._side_files.items())
-        return (metadata, *side_files)
-
-    def _path_of(self, name: str) -> str:
-        return os.path.join(str(self._writer.checkpoint_id), name)
+        directory, suffix = str(self._writer.checkpoint_id), with_storage_meta(self._writer.storage_meta())
+        side_files = [
+            ToStage(path=os.path.join(directory, name), suffix=content) for name, content in self._side_files.items()
+        ]
+        # Last what makes it a checkpoint for whoever looks for .metadata only.
+        return (*side_files, ToStage(path=os.path.join(directory, METADATA_FILE), body=body, suffix=suffix))
 
     @property
     def writes_nothing(self) -> bool:
@@ -217,7 +215,7 @@ class SaveCommit:
             raise
         # Told before anything can fail on this rank alone, so that the next save is planned alike on all of them.
         self._tell(committed)
-        self._publish(committed.how)
+        self._publish()
         return committed
 
     def withdraw(self) -> None:
@@ -251,17 +249,14 @@ class SaveCommit:
         if self._on_end is not None:
             self._on_end(committed)
 
-    def _publish(self, how: How) -> None:
-        """What the coordinator does alone: the renames, or the side files of a layout that was just published."""
-        if how is How.REUSED:
-            try:
-                for file in self._staged():
-                    file.publish()
-            finally:
-                discard(self._staged())
-        elif self._wrapper.is_coordinator:
-            for name, content in self._side_files.items():
-                write_file(self._path_of(name), [content])
+    def _publish(self) -> None:
+        """Rename what the coordinator has staged; a layout that all ranks made was published with them."""
+        try:
+            for file in self._staged():
+                file.publish()
+        except BaseException:
+            discard(self._staged())
+            raise
 
     def _staged(self) -> tuple[StagedFile, ...]:
         return () if self._sealed is None else self._sealed.staged
@@ -274,6 +269,7 @@ class SaveCommit:
             self._wrapper,
             drift=outcome.cause or None,
             fingerprint=self._fingerprint,
+            side_files=self._side_files,
             file=self._file,
         )
         if self._prepared is None:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import pickle
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,7 @@ def commit_together(
     *,
     drift: str | None,
     fingerprint: Fingerprint,
+    side_files: Mapping[str, bytes],
     file: PreparedFile | None,
 ) -> Together:
     """Publish a save whose layout is made from what all ranks wrote, after all of them could write.
@@ -83,6 +84,7 @@ def commit_together(
         wrapper: torch's ``_DistWrapper`` of the save.
         drift: what this rank found against the layout it followed.
         fingerprint: settings to record.
+        side_files: name -> content of what belongs to the checkpoint.
         file: where later jobs find the layout.
 
     Raises:
@@ -94,7 +96,7 @@ def commit_together(
     reports = wrapper.gather_object(report)
     answer: _Answer | None = None
     if reports is not None:
-        prepared, answer = _publish(storage_writer, planned, prepared, reports, file)
+        prepared, answer = _publish(storage_writer, planned, prepared, reports, side_files, file)
     answer = wrapper.broadcast_object(answer)
     if answer.causes or prepared is None:
         raise WriteFailedError(answer.causes)
@@ -134,18 +136,22 @@ def _publish(
     planned: PlannedSave,
     prepared: PreparedMetadata | None,
     pickled: list[bytes | str],
+    side_files: Mapping[str, bytes],
     file: PreparedFile | None,
 ) -> tuple[PreparedMetadata | None, _Answer]:
     failures = {rank: report for rank, report in enumerate(pickled) if isinstance(report, str)}
     if failures or prepared is None:
         return prepared, _Answer(causes=failures)
-    target = os.path.join(str(storage_writer.checkpoint_id), METADATA_FILE)
+    directory = str(storage_writer.checkpoint_id)
+    target = os.path.join(directory, METADATA_FILE)
     try:
         with paused_garbage_collection():
             reports: list[_Report] = [pickle.loads(report) for report in pickled if isinstance(report, bytes)]
         body = metadata_body(_layout(planned.planner, reports))
         prepared = replace(prepared, body=body)
         suffix = with_storage_meta(storage_writer.storage_meta())
+        for name, content in side_files.items():
+            write_file(os.path.join(directory, name), [content])
         write_file(target, [body, suffix])
     except Exception as error:  # becomes plain data: the peers wait for the answer
         with contextlib.suppress(OSError):
