@@ -70,6 +70,10 @@ class CkptExtConfig:
                     "--ckpt-save-timeout was given, but saves are not asynchronous: add --async-save and "
                     "--use-persistent-ckpt-worker, without --async-strategy mcore, or leave it out"
                 )
+            if self.ckpt_save_timeout is not None and not self.save:
+                raise ConfigurationError(
+                    "--ckpt-save-timeout was given, but nothing is saved: add --save DIRECTORY, or leave it out"
+                )
             return
         problem = self._problem()
         if problem is not None:

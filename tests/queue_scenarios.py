@@ -367,7 +367,7 @@ class RunsCommand:
 
 
 def follow_hostile(scene: Scene) -> Any:
-    """Follow a prepared file whose layout is hostile; sections and checksums are in order, so the start sees nothing."""
+    """Follow a prepared file whose layout is hostile; sections and checksums are in order, so the start succeeds."""
     file = scene.directory / "own.prepared"
     if scene.rank == 0:
         shutil.copy(scene.directory.parent / PREPARED, file)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
 from ranks import RankPool
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -267,17 +268,32 @@ def test_a_request_has_the_fields_we_fill() -> None:
     assert nvrx.AsyncRequest._fields == fields
 
 
-def test_what_runs_before_shared_buffers_are_used_again_can_be_set() -> None:
-    def drain() -> None:
-        raise AssertionError
+def test_queues_that_joined_are_drained_before_shared_buffers_are_used_again() -> None:
+    class Queue:
+        drained = 0
 
-    nvrx.set_drain(drain)
-    try:
-        assert nvrx.FileSystemWriterAsync._shm_drain_callback is drain
-    finally:
-        nvrx.set_drain(None)
-    assert nvrx.FileSystemWriterAsync._shm_drain_callback is None
+        def maybe_finalize_async_calls(self, no_dist: bool) -> None:
+            self.drained += no_dist
+
+    queues = Queue(), Queue()
+    for each in queues:
+        nvrx.join_instances(each)
+    nvrx.drain_before_reuse()
+
+    drain = nvrx.FileSystemWriterAsync._shm_drain_callback
+    assert drain is not None
+    drain()
+
+    assert [each.drained for each in queues] == [1, 1]
     assert "_shm_drain_callback()" in inspect.getsource(nvrx.FileSystemWriterAsync)
+
+
+def test_results_can_be_led_elsewhere() -> None:
+    before, box = filesystem_async._results_queue, object()
+
+    with nvrx.results_through(box):
+        assert filesystem_async.get_write_results_queue() is box
+    assert filesystem_async._results_queue is before
 
 
 def test_what_was_sent_to_a_writer_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
 from megatron_ckpt_ext.commit.queue import DEFAULT_TIMEOUT, AsyncSaveQueue
 from megatron_ckpt_ext.compat import megatron_training
+from megatron_ckpt_ext.compat.megatron_training import LOAD_BASE
 from megatron_ckpt_ext.integrations.fingerprint import files_per_rank, optimizer_sharding
 from megatron_ckpt_ext.integrations.megatron_lm import Installation
 from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue
@@ -44,6 +45,8 @@ LOOK_UPS = [
     ("checkpointing", "maybe_msc", "save_checkpoint"),
     ("checkpointing", "read_metadata", "_load_base_checkpoint"),
     ("checkpointing", "read_metadata", "get_load_checkpoint_path_by_args"),
+    ("checkpointing", LOAD_BASE, "load_checkpoint"),
+    ("checkpointing", LOAD_BASE, "load_args_from_checkpoint"),
     ("checkpointing", "schedule_async_save", "save_checkpoint"),
 ]
 """Module of megatron.training, name in it that is replaced, and a function that looks it up."""
@@ -73,7 +76,9 @@ def test_megatron_is_given_the_queue_that_was_asked_for(options: list[str]) -> N
 
     installation = Installation()
     try:
-        installation.check(add_ckpt_ext_args(ArgumentParser()).parse_args(options))
+        args = add_ckpt_ext_args(ArgumentParser()).parse_args(options)
+        args.save = "somewhere"
+        installation.check(args)
         name, modules = async_utils.get_async_strategy("nvrx")
         single = async_utils.get_async_strategy("nvrx", "CachedMetadataFileSystemReader")
     finally:
@@ -82,7 +87,7 @@ def test_megatron_is_given_the_queue_that_was_asked_for(options: list[str]) -> N
     assert name == "nvrx"
     assert issubclass(modules["AsyncCallsQueue"], AsyncSaveQueue) == bool(options)
     assert {key for key, value in async_utils.get_async_strategy("nvrx")[1].items() if modules[key] is not value} == (
-        {"AsyncCallsQueue"} if options else set()
+        {"AsyncCallsQueue", "get_write_results_queue"} if options else set()
     )
     assert single == ("nvrx", modules["CachedMetadataFileSystemReader"])
 

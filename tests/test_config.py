@@ -73,7 +73,7 @@ def test_a_job_without_prepared_metadata_may_do_anything(change: dict[str, Any])
     [
         ({}, False),
         ({"async_save": True, "save": "checkpoints", "ckpt_events": "E"}, False),
-        ({"async_save": True, "ckpt_save_timeout": 60.0}, True),
+        ({"async_save": True, "save": "checkpoints", "ckpt_save_timeout": 60.0}, True),
         (VALID, True),
         ({**VALID, "ckpt_save_timeout": 60.0}, True),
     ],
@@ -89,6 +89,10 @@ def test_our_queue_is_in_charge_where_metadata_or_a_timeout_is_asked_for(given: 
         (
             {"ckpt_save_timeout": 60.0},
             "--ckpt-save-timeout was given, but saves are not asynchronous: add --async-save",
+        ),
+        (
+            {"async_save": True, "ckpt_save_timeout": 60.0},
+            "--ckpt-save-timeout was given, but nothing is saved: add --save DIRECTORY",
         ),
         (
             {"async_save": True, "async_strategy": "mcore", "ckpt_save_timeout": 60.0},

@@ -15,7 +15,7 @@ from megatron_ckpt_ext.commit.prepared_file import PreparedFile
 from megatron_ckpt_ext.commit.results import retrieve_results
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
 from megatron_ckpt_ext.commit.together import commit_together
-from megatron_ckpt_ext.compat.dcp import METADATA_FILE
+from megatron_ckpt_ext.compat.dcp import ERRORS, METADATA_FILE
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.body import BodyFile, BodyReader
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
@@ -82,6 +82,7 @@ class SaveCommit:
         side_files: Mapping[str, bytes] | None = None,
         common: CommonState | None = None,
         on_end: Callable[[Committed | None], None] | None = None,
+        on_commit: Callable[[Committed], None] | None = None,
     ) -> None:
         """Prepare the end of a save. No collectives.
 
@@ -94,7 +95,8 @@ class SaveCommit:
             on_drift: what to do where the save does not match.
             side_files: name -> content of what belongs to a checkpoint of this format, published before ``.metadata``.
             common: what must be equal on all ranks.
-            on_end: called on each rank with the published save, or ``None`` if it could not be written.
+            on_end: called on each rank with how the save will be published, or ``None`` if it could not be written.
+            on_commit: called on each rank once it has done its part; what it raises is logged.
         """
         self._writer = storage_writer
         self._planned = planned
@@ -105,6 +107,7 @@ class SaveCommit:
         self._side_files = side_files or {}
         self._common = common
         self._on_end = on_end
+        self._on_commit = on_commit
         self._prepared = planned.prepared
         self._results: Sequence[WriteResult] | None = None
         self._sealed: Sealed | None = None
@@ -175,6 +178,11 @@ class SaveCommit:
         return (*side_files, ToStage(path=os.path.join(directory, METADATA_FILE), body=body, suffix=suffix))
 
     @property
+    def path(self) -> str | None:
+        """Directory of the checkpoint; ``None`` if this rank could not plan."""
+        return None if self._writer is None else str(self._writer.checkpoint_id)
+
+    @property
     def writes_nothing(self) -> bool:
         """Whether this rank has nothing to write, so that no results will come."""
         return self._writer is None or self._writer.results_queue is None
@@ -216,6 +224,11 @@ class SaveCommit:
         # Told before anything can fail on this rank alone, so that the next save is planned alike on all of them.
         self._tell(committed)
         self._publish()
+        if self._on_commit is not None:
+            try:
+                self._on_commit(committed)
+            except ERRORS:
+                logger.exception("What follows a published checkpoint failed; the checkpoint stays.")
         return committed
 
     def withdraw(self) -> None:
@@ -295,5 +308,5 @@ def vote_of(commit: SaveCommit) -> Outcome:
     """Return the outcome of a save; what goes wrong on the way is a vote too, for the peers are about to vote."""
     try:
         return commit.outcome()
-    except Exception as error:
+    except ERRORS as error:
         return Outcome(SaveStatus.FAILED, f"checking what was written failed: {type(error).__name__}: {error}")

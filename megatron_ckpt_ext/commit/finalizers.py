@@ -4,12 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from megatron_ckpt_ext.commit.commit import SaveCommit
+from megatron_ckpt_ext.compat.dcp import ERRORS
 from megatron_ckpt_ext.compat.mcore import is_collective_finalizer, is_optional_finalizer, writes_metadata_json
 
-__all__ = ["Finalizers"]
+__all__ = ["Finalizers", "report"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,11 @@ class Finalizers:
     def run_unconfirmed(self, *, is_coordinator: bool) -> None:
         """Run what belongs to the publishing of the save: on the coordinator, or on all ranks without a commit of ours.
 
-        The other ranks do not know yet that it was published. Runs all of them, also behind one that fails.
+        The other ranks do not know yet that it was published. The tracker comes late among them, so what comes behind
+        one that fails does not run; those that only tell a logger do not count.
 
         Raises:
-            BaseException: the first error.
+            BaseException: of the one that failed.
         """
         if self._commit is None or (is_coordinator and not self.need_all_ranks):
             self._run()
@@ -46,17 +46,13 @@ class Finalizers:
             self._run()
 
     def _run(self) -> None:
-        errors: list[BaseException] = []
         for finalizer in self._rest:
             try:
                 finalizer()
-            except (Exception, CheckpointException) as error:
-                if is_optional_finalizer(finalizer):
-                    report(error)
-                else:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+            except ERRORS as error:
+                if not is_optional_finalizer(finalizer):
+                    raise
+                report(error)
 
 
 def report(error: BaseException) -> None:

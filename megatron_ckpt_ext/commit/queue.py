@@ -14,14 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ckpt_ext.commit.commit import SaveCommit, vote_of
 from megatron_ckpt_ext.commit.failures import PublishFailedError, SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.commit.finalizers import Finalizers, report
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree, share_cause
-from megatron_ckpt_ext.compat.dcp import DistWrapper
-from megatron_ckpt_ext.compat.nvrx import forget_what_the_writer_has, join_instances, set_drain
+from megatron_ckpt_ext.compat.dcp import ERRORS, DistWrapper
+from megatron_ckpt_ext.compat.nvrx import drain_before_reuse, forget_what_the_writer_has, join_instances
 from megatron_ckpt_ext.write.lent_body import LentBody
 from megatron_ckpt_ext.write.nothing import write_nothing
 from megatron_ckpt_ext.write.worker import Call, ReceivedResults, ResultBox, WorkerSettings
@@ -63,6 +62,12 @@ class _Active:
     """How often the ranks have agreed on it: first to publish it, then that it was published."""
     late_error: BaseException | None = None
     """What went wrong on this rank after the ranks agreed."""
+
+    @property
+    def name(self) -> str:
+        """What an operator knows it by."""
+        path = None if self.commit is None else self.commit.path
+        return f"number {self.index}" if path is None else path
 
     @property
     def confirmations(self) -> int:
@@ -127,7 +132,7 @@ class AsyncSaveQueue:
         try:
             call.writer = self._live_writer()
             call.writer.submit(_to_send(call, self._lent))
-        except Exception as error:  # the peers are on their way to the reduction
+        except ERRORS as error:  # the peers are on their way to the reduction
             call.outcome = Outcome(SaveStatus.FAILED, f"staging failed: {type(error).__name__}: {error}")
         return call.index
 
@@ -195,19 +200,18 @@ class AsyncSaveQueue:
     def _open(self) -> None:
         group: Any = dist.new_group(backend="gloo", timeout=group_timeout(self._timeout))
         self._wrapper = DistWrapper(group, True, 0)
-        set_drain(self._drain)
-        atexit.register(self._end_writer)
+        drain_before_reuse()
+        atexit.register(self._abandon)
 
     def _shut(self, *, leave_group: bool) -> None:
         wrapper, self._wrapper = self._wrapper, None
+        self._abandon()
         self._calls.clear()
         self._last_index = -1
-        self._end_writer()
         self._lent.close()
         if wrapper is None:
             return
-        set_drain(None)
-        atexit.unregister(self._end_writer)
+        atexit.unregister(self._abandon)
         if leave_group and dist.is_initialized():
             dist.destroy_process_group(wrapper.group)
 
@@ -272,7 +276,7 @@ class AsyncSaveQueue:
             # What failed may be the staging, after which this process and the writer disagree about what it has.
             forget_what_the_writer_has()
             raise
-        except (Exception, CheckpointException) as error:
+        except ERRORS as error:
             # The others have agreed to publish and are gone: they hear of it in the confirmation.
             call.late_error = error
 
@@ -281,7 +285,7 @@ class AsyncSaveQueue:
             return
         try:
             call.finalizers.run_confirmed(is_coordinator=self._wrapper.is_coordinator)
-        except (Exception, CheckpointException) as error:
+        except ERRORS as error:
             call.late_error = error
 
     def _drop(self, call: _Active) -> None:
@@ -303,16 +307,23 @@ class AsyncSaveQueue:
                 "The checkpoint writer process %s is lost; the next save starts a new one.", self._writer.pid
             )
             self._end_writer()
-            forget_what_the_writer_has()
 
     def _drain(self) -> None:
         if self._writer is not None:
             self._writer.wait()
 
+    def _abandon(self) -> None:
+        """End the writer, and say which saves that cuts off; they are not published, so nothing takes them for done."""
+        if self._calls:
+            saves = ", ".join(call.name for call in self._calls)
+            logger.warning("Checkpoint saves in flight are given up and were not finalized: %s.", saves)
+        self._end_writer()
+
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+            forget_what_the_writer_has()
 
 
 def _to_send(call: _Active, lent: LentBody) -> Call:

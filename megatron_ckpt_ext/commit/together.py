@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ckpt_ext.commit.failures import WriteFailedError
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile, distribute_file
-from megatron_ckpt_ext.compat.dcp import METADATA_FILE
+from megatron_ckpt_ext.compat.dcp import ERRORS, METADATA_FILE
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import item_of, places_of
 from megatron_ckpt_ext.metadata.layout import Item, Slice
@@ -127,7 +127,7 @@ def _report(
             drift=drift,
         )
         return prepared, pickle.dumps(report)
-    except Exception as error:
+    except ERRORS as error:
         return None, f"its part of the layout cannot be described: {type(error).__name__}: {error}"
 
 
@@ -153,7 +153,7 @@ def _publish(
         for name, content in side_files.items():
             write_file(os.path.join(directory, name), [content])
         write_file(target, [body, suffix])
-    except Exception as error:  # becomes plain data: the peers wait for the answer
+    except ERRORS as error:  # becomes plain data: the peers wait for the answer
         with contextlib.suppress(OSError):
             remove_file(target)
         return prepared, _Answer(causes={prepared.slice.rank: f"{type(error).__name__}: {error}"})

@@ -3,13 +3,14 @@
 Read in torch 2.14.1. ``tests/test_compat.py`` notices when one of them moves.
 """
 
-from torch.distributed.checkpoint.api import _is_wrapped_exception
+from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.serialization import _get_layout
 
 __all__ = [
+    "ERRORS",
     "METADATA_FILE",
     "METADATA_GLOBALS",
     "PLAN_GLOBALS",
@@ -21,6 +22,9 @@ __all__ = [
 DistWrapper = _DistWrapper
 StorageInfo = _StorageInfo
 is_wrapped_exception = _is_wrapped_exception
+
+ERRORS = (Exception, CheckpointException)
+"""Whatever can go wrong on one rank and must become a vote: torch's own class is no ``Exception``."""
 
 METADATA_FILE = ".metadata"
 """File name of a checkpoint's metadata, its completeness marker (``torch...filesystem._metadata_fn``)."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -31,6 +32,7 @@ __all__ = [
     "is_optional_finalizer",
     "metadata_json",
     "nested_values",
+    "refuse_released_storage",
     "save_planner",
     "to_pyt_state_dict",
     "writes_metadata_json",
@@ -53,6 +55,22 @@ def bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:
     """Return the bytes of the tensors that this rank writes: its main replicas."""
     shards = (entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor))
     return sum(shard.data.nbytes for shard in shards if shard.data is not None and is_main_replica(shard.replica_id))
+
+
+def refuse_released_storage(sharded_state_dict: dict[str, Any]) -> None:
+    """Refuse a tensor whose memory an offload has taken away: to copy it would end the process.
+
+    Raises:
+        ValueError: so it is, for a tensor that this rank writes.
+    """
+    for entry in nested_values(sharded_state_dict):
+        data = entry.data if isinstance(entry, ShardedTensor) else None
+        if data is None or type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided:
+            continue
+        if data.numel() and not data.untyped_storage().size() and is_main_replica(entry.replica_id):
+            raise ValueError(
+                f"the memory of {entry.key} is released, by an offload for instance: bring it back before the save"
+            )
 
 
 def save_planner(*, keep_only_main_replica: bool) -> MCoreSavePlanner:

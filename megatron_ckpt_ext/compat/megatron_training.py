@@ -9,11 +9,13 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-__all__ = ["nvrx_version", "unfinalized_saves", "unsupported_reason"]
+__all__ = ["LOAD_BASE", "nvrx_version", "unfinalized_saves", "unsupported_reason"]
 
 SUPPORTED_MEGATRON: Final = ("0.19", "0.20")
 """From this version on, and below that one."""
 SUPPORTED_NVRX: Final = ("0.7", "0.8")
+LOAD_BASE: Final = "_load_base_checkpoint"
+"""In ``checkpointing``: reads the common part of a checkpoint, or ends the process where there is none."""
 
 
 def unsupported_reason() -> str | None:

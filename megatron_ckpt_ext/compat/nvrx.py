@@ -4,10 +4,12 @@ Read in nvidia-resiliency-ext 0.7.0. ``tests/test_compat.py`` notices when one o
 """
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
+from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, _set_process_qos
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.planner import WriteItem
@@ -16,13 +18,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 __all__ = [
     "AsyncRequest",
     "FileSystemWriterAsync",
+    "drain_before_reuse",
     "forget_what_the_writer_has",
     "has_shared_buffers",
     "join_instances",
     "non_tensor_items",
     "open_cuda_device",
     "results_in",
-    "set_drain",
+    "results_through",
     "set_priorities",
 ]
 
@@ -53,9 +56,29 @@ def open_cuda_device(device: int) -> None:
     torch.empty(1, device=f"cuda:{device}")
 
 
-def set_drain(drain: Callable[[], None] | None) -> None:
-    """Register what runs before a writer's shared buffers are used again."""
-    FileSystemWriterAsync.register_shm_drain_callback(drain)
+def drain_before_reuse() -> None:
+    """Let every queue of ours wait for its writer before shared buffers are filled again.
+
+    NVRx has room for one callback in a process and clears it with the queue that ends first, so this one asks all
+    queues that joined, and stays.
+    """
+    FileSystemWriterAsync.register_shm_drain_callback(_drain_queues)
+
+
+def _drain_queues() -> None:
+    for queue in AsyncCallsQueue.get_instances():
+        if not isinstance(queue, AsyncCallsQueue):
+            queue.maybe_finalize_async_calls(no_dist=True)
+
+
+@contextmanager
+def results_through(queue: object) -> Iterator[None]:
+    """Let writers that are prepared inside leave their results in ``queue``; NVRx starts a process for its own."""
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queue
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
 
 
 def forget_what_the_writer_has() -> None:

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt_ext.arguments.flags import FLAGS, add_ckpt_ext_args
-from megatron_ckpt_ext.compat.megatron_training import unfinalized_saves, unsupported_reason
+from megatron_ckpt_ext.compat.megatron_training import LOAD_BASE, unfinalized_saves, unsupported_reason
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.session import MegatronSession
@@ -82,7 +82,7 @@ class Installation:
         from megatron.training import arguments, async_utils, checkpointing, training
 
         from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
-        from megatron_ckpt_ext.integrations.tracker import AtomicTracker, explaining_reader
+        from megatron_ckpt_ext.integrations.tracker import AtomicTracker, explaining_loader, explaining_reader
 
         yield from self._flag_hooks()
         yield arguments, "validate_args", self._checking(arguments.validate_args)
@@ -93,6 +93,7 @@ class Installation:
         yield checkpointing, "dist_checkpointing", DistCheckpointing(checkpointing.dist_checkpointing)
         yield checkpointing, "maybe_msc", AtomicTracker(checkpointing.maybe_msc)
         yield checkpointing, "read_metadata", explaining_reader(checkpointing.read_metadata)
+        yield checkpointing, LOAD_BASE, explaining_loader(getattr(checkpointing, LOAD_BASE))
         yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed
@@ -116,6 +117,8 @@ class Installation:
             result = stock(*args, **options)
             if getattr(get_args(), "yaml_cfg", None) is not None:
                 _refuse_lost_flags()
+            if self.session is not None:  # of the job before an in-process restart
+                self.session.close()
             self.session = MegatronSession(get_args(), self._config)
             atexit.register(self.session.close)
             return result
@@ -123,14 +126,19 @@ class Installation:
         return initialize_megatron
 
     def _choosing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        ours: dict[str, Callable[[Any], Any]] = {
+            "AsyncCallsQueue": lambda _theirs: self._queue_class(),
+            "get_write_results_queue": self._results_queue,
+        }
+
         @wraps(stock)
         def get_async_strategy(name: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
             name, found = stock(name, module)
             if name == "nvrx" and self._config.owns_queue:
-                if module == "AsyncCallsQueue":
-                    found = self._queue_class()
-                elif module is None:
-                    found = {**found, "AsyncCallsQueue": self._queue_class()}
+                if module is None:
+                    found = {**found, **{each: replace(found[each]) for each, replace in ours.items()}}
+                elif module in ours:
+                    found = ours[module](found)
             return name, found
 
         return get_async_strategy
@@ -141,6 +149,15 @@ class Installation:
         if self._warm is None:
             self._warm = WarmWriter()
         return megatron_queue(self._warm, save_timeout(self._config))
+
+    def _results_queue(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron forks a process for the results of writers before training; in ours they come in the answers."""
+
+        @wraps(stock)
+        def get_write_results_queue(mp_mode: str = "spawn") -> Any:
+            return None if self._config.ckpt_metadata is not None else stock(mp_mode="spawn")
+
+        return get_write_results_queue
 
     def _strategy(self, *args: Any, **options: Any) -> Any:
         from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy

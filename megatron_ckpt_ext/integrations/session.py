@@ -77,6 +77,7 @@ class MegatronSession:
             fingerprint=self._fingerprint,
             process_group=self._group,
             on_commit=self._committed,
+            results_in_answer=True,
             **kwargs,
         )
         return self._strategy

@@ -15,7 +15,7 @@ from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.publish.atomic import write_file
 from megatron_ckpt_ext.publish.latest import latest_complete_step
 
-__all__ = ["TRACKER_FILE", "AtomicTracker", "explaining_reader"]
+__all__ = ["TRACKER_FILE", "AtomicTracker", "explaining_loader", "explaining_reader"]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Names the newest checkpoint of a directory."""
@@ -58,6 +58,24 @@ class _WholeFile(io.StringIO):
 def _write(file: Any, text: str) -> None:
     with file:
         file.write(text)
+
+
+def explaining_loader(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what looks for a checkpoint, and with ``--exit-on-missing-checkpoint`` ends with exit code 0 as well."""
+
+    @wraps(stock)
+    def load_base_checkpoint(*args: Any, **options: Any) -> Any:
+        try:
+            return stock(*args, **options)
+        except SystemExit as exit_:
+            if exit_.code:
+                raise
+            raise ConfigurationError(
+                "--exit-on-missing-checkpoint was given, and there is no checkpoint to load: name its directory with "
+                "--load, or leave the flag out to start from random"
+            ) from exit_
+
+    return load_base_checkpoint
 
 
 def explaining_reader(stock: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -115,7 +115,7 @@ def save_state_dict_async_plan(
 
 
 def failed_plan(
-    error: Exception, process_group: dist.ProcessGroup | None, prepared: PreparedMetadata | None
+    error: BaseException, process_group: dist.ProcessGroup | None, prepared: PreparedMetadata | None
 ) -> PlanResult:
     """Return what takes the place of a plan on a rank that could not make one. No collectives."""
     planned = PlannedSave(

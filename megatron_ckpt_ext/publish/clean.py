@@ -14,10 +14,10 @@ from megatron_ckpt_ext.publish.storage.marker import MARKER_FILE
 
 __all__ = ["clear_for_save"]
 
-_OUR_TEMPORARY = re.compile(
-    r"(\.metadata|metadata\.json)\.[0-9a-f]{12}\.tmp|\.(\.metadata|\.complete|metadata\.json)\.tmp"
+_TEMPORARY = re.compile(
+    r"(\.metadata|metadata\.json)\.[0-9a-f]{12}\.tmp|\.metadata\.tmp|\.(\.metadata|\.complete|metadata\.json)\.tmp"
 )
-"""Of ours on a file system, and of the multi-storage client where a profile lies on one."""
+"""Of ours on a file system, of torch's own writer, and of the multi-storage client where a profile lies on one."""
 
 
 def clear_for_save(directory: str, *, rank: int, world_size: int, is_coordinator: bool) -> None:
@@ -42,6 +42,6 @@ def clear_for_save(directory: str, *, rank: int, world_size: int, is_coordinator
     for name in names:
         owner = owner_of(name)
         is_own = owner == rank
-        is_nobodys = owner is not None and owner >= world_size or bool(_OUR_TEMPORARY.fullmatch(name))
+        is_nobodys = owner is not None and owner >= world_size or bool(_TEMPORARY.fullmatch(name))
         if is_own or (is_coordinator and is_nobodys):
             storage.remove(os.path.join(directory, name))

@@ -1,6 +1,8 @@
 """``PreparedSaveStrategy``: Megatron's ``torch_dist`` save strategy, following a prepared metadata."""
 
+import contextlib
 import logging
+import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,17 +13,19 @@ import torch.distributed as dist
 from megatron_ckpt_ext.commit.commit import Committed, OnDrift, SaveCommit
 from megatron_ckpt_ext.commit.common_state import CommonState, CommonStateCheck
 from megatron_ckpt_ext.commit.prepared_file import PreparedFile
+from megatron_ckpt_ext.compat.dcp import ERRORS
 from megatron_ckpt_ext.compat.mcore import (
     COMMON_STATE,
     METADATA_JSON,
     TorchDistSaveShardedStrategy,
     bytes_to_write,
     metadata_json,
+    refuse_released_storage,
     save_planner,
     to_pyt_state_dict,
 )
 from megatron_ckpt_ext.compat.msc import mapped_profile, megatron_uses_msc, object_url
-from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync, has_shared_buffers
+from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync, has_shared_buffers, results_through
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.layout import Item
@@ -70,6 +74,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         fingerprint: Fingerprint | None = None,
         process_group: dist.ProcessGroup | None = None,
         on_commit: Callable[[Committed], None] | None = None,
+        results_in_answer: bool = False,
         **kwargs: Any,
     ) -> None:
         """Build the strategy. No collectives.
@@ -82,6 +87,8 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             fingerprint: settings to record in a new layout.
             process_group: all ranks of the job; by default the default group.
             on_commit: called on each rank with every published save.
+            results_in_answer: whether an ``AsyncSaveQueue`` takes the requests; then nothing starts a process for the
+                results of writers.
             **kwargs: of ``TorchDistSaveShardedStrategy``.
 
         Raises:
@@ -97,6 +104,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         self._fingerprint = fingerprint
         self._process_group = process_group
         self._on_commit = on_commit
+        self._results_in_answer = results_in_answer
         self._common_check = CommonStateCheck()
         self._last_plan: _LastPlan | None = None
         self.preprocess_common: Callable[[Any], Any] | None = None
@@ -117,26 +125,28 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             result = self._plan(sharded_state_dict, checkpoint_dir)
         except ConfigurationError:
             raise
-        except Exception as error:  # the peers have planned: this rank has to vote, not to leave
+        except ERRORS as error:  # the peers have planned: this rank has to vote, not to leave
             logger.exception("Rank %d cannot plan its part of %s.", dist.get_rank(), checkpoint_dir)
             result = failed_plan(error, self._process_group, self.prepared)
         return self._request(result, common)
 
     def _plan(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> PlanResult:
+        refuse_released_storage(sharded_state_dict)
         holdings = Holdings.of(sharded_state_dict)
         known = self._last_plan if self._last_plan is not None and self._last_plan.holdings == holdings else None
         if self.cpu_shm_mode and not has_shared_buffers():
             check_room(SHARED_MEMORY, bytes_to_write(sharded_state_dict))
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
-        result = save_state_dict_async_plan(
-            state_dict,
-            self._writer(checkpoint_dir),
-            self._process_group,
-            planner=save_planner(keep_only_main_replica=self.keep_only_main_replica),
-            reuse_metadata_obj=self.prepared,
-            held_items=holdings.held() if known is None else known.held,
-            local_plan=None if known is None else known.local_plan,
-        )
+        with results_through(queue.SimpleQueue()) if self._results_in_answer else contextlib.nullcontext():
+            result = save_state_dict_async_plan(
+                state_dict,
+                self._writer(checkpoint_dir),
+                self._process_group,
+                planner=save_planner(keep_only_main_replica=self.keep_only_main_replica),
+                reuse_metadata_obj=self.prepared,
+                held_items=holdings.held() if known is None else known.held,
+                local_plan=None if known is None else known.local_plan,
+            )
         # Not the planner: it has the state dict, and the trainer may want to move its tensors elsewhere.
         self._last_plan = _LastPlan(holdings, result.global_metadata.held, result.global_metadata.local_plan)
         return result
@@ -173,13 +183,12 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             side_files={METADATA_JSON: metadata_json(self.backend, self.version)},
             common=common,
             on_end=self._ended,
+            on_commit=self._on_commit,
         )
         return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
 
     def _ended(self, committed: Committed | None) -> None:
         self.prepared = None if committed is None else committed.prepared
-        if committed is not None and self._on_commit is not None:
-            self._on_commit(committed)
 
     def _current_fingerprint(self) -> Fingerprint:
         known = self._fingerprint or Fingerprint(ckpt_format=self.backend)

@@ -198,7 +198,8 @@ class Writer:
         if all(state.ended for state in self._states.values()):
             return
         if self._progress.seconds_without(self.pid) > self._timeout.total_seconds():
-            self._give_up(f"the writer process moved no byte for {self._timeout.total_seconds():g} s")
+            seconds, moved = self._timeout.total_seconds(), self._progress.moved
+            self._give_up(f"the writer process moved no byte for {seconds:g} s, {moved} bytes since its start")
 
     def _give_up(self, cause: str) -> None:
         self._given_up = True
