@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)
 
 help:
 	@echo "make demo     three training jobs on two CPU ranks: stock, create, reuse; one table"
-	@echo "make bench    what it costs, and against stock; tables, and JSON and plots in build/bench"
+	@echo "make bench    what it costs, and against stock; tables, JSON and plots in build/bench; fails at a missed limit"
 	@echo "make test     lint, type check and tests"
 	@echo "make faults   kill, stop and starve ranks and writers in every phase of a save; a table (needs root)"
 	@echo "make lint     lint and type check only"
@@ -21,9 +21,9 @@ demo: env
 	@$(PY) functional_tests/demo.py
 
 bench: env
-	@for name in guard drift_save; do \
-		$(PY) benchmarks/$$name.py --json build/bench/$$name.json --plot build/bench/$$name.png || exit 1; \
-	done
+	@status=0; for name in guard drift_save scaling steady_save memory flags_unset; do \
+		$(PY) benchmarks/$$name.py --json build/bench/$$name.json --plot build/bench/$$name.png || status=1; \
+	done; exit $$status
 
 test: lint
 	$(PY) -m pytest -q -m "not slow"

@@ -182,6 +182,9 @@ class Saver:
             self.queue.schedule_async_request(self._request(step, trap))
             if trap is not None and trap.cell.phase is Phase.WRITING and trap.cell.actor is Actor.TRAINER:
                 self._fail_while_writing(trap)
+            if trap is not None and trap.cell.phase is Phase.VOTE and trap.cell.actor is Actor.TRAINER:
+                self.queue.maybe_finalize_async_calls(no_dist=True)
+                dist.barrier()  # all have written, so the fault meets what comes then
             self.queue.maybe_finalize_async_calls(blocking=True)
         except SaveFailedError as error:
             self.raised[step] = str(error)

@@ -16,10 +16,11 @@ CALLS = {
     "PreparedMetadata.from_metadata": "metadata rank coordinator",
     "PreparedMetadata.create": "own fingerprint metadata",
     "PreparedSaveStrategy": (
-        "args prepared_metadata ckpt_metadata_create_path on_drift fingerprint process_group on_commit kwargs"
+        "args prepared_metadata ckpt_metadata_create_path on_drift fingerprint process_group on_commit "
+        "results_in_answer kwargs"
     ),
     "save_state_dict_async_plan": (
-        "state_dict storage_writer process_group coordinator_rank planner reuse_metadata_obj held_items"
+        "state_dict storage_writer process_group coordinator_rank planner reuse_metadata_obj held_items local_plan"
     ),
     "save_state_dict_async_finalize": (
         "storage_writer global_metadata dist_wrapper reuse_metadata_obj create_metadata_path fingerprint on_drift"
