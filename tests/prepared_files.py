@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ckpt_ext.compat.dcp import StorageInfo
-from megatron_ckpt_ext.metadata.body import BodyReader
+from megatron_ckpt_ext.metadata.body_reader import BodyReader
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import describe_metadata, locators_of
 from megatron_ckpt_ext.metadata.layout import Slice

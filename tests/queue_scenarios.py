@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from workload import Job, StateDict, heard, state, values
 
 from megatron_ckpt_ext.collectives import CollectiveCounter
-from megatron_ckpt_ext.commit.commit import How
+from megatron_ckpt_ext.commit.commit import How, OnDrift
 from megatron_ckpt_ext.commit.failures import SaveFailedError
 from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
 from megatron_ckpt_ext.compat.nvrx import AsyncRequest as NvrxRequest
@@ -36,6 +36,7 @@ from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.write.worker import WorkerSettings
 
 LONG = timedelta(seconds=60)
+IN_A_SESSION: dict[str, Any] = {"results_in_answer": True}
 PREPARED = "prepared.metadata"
 SHARED_BUFFERS: dict[str, Any] = {"cpu_shm_mode": True, "cached_metadata": True}
 """A strategy that fills the same shared memory for each save, which the writer knows from the first."""
@@ -82,8 +83,9 @@ class Scene:
         return "no failure"
 
     def reuse(self, **how: Any) -> None:
-        """Save with a strategy like this from now on."""
-        self.strategy = Job(directory="", reuse=str(self.directory.parent / PREPARED), extra=how).strategy()
+        """Save with a strategy like this from now on, as a Megatron session builds it."""
+        extra = {**IN_A_SESSION, **how}
+        self.strategy = Job(directory="", reuse=str(self.directory.parent / PREPARED), extra=extra).strategy()
 
     def writer_pid(self) -> int | None:
         return None if self.queue._writer is None else self.queue._writer.pid
@@ -302,6 +304,54 @@ def failed_integrity(scene: Scene) -> Any:
     return failure, failed, len(scene.finish()), scene.queue.consecutive_failures
 
 
+def failed_in_a_barrier(scene: Scene) -> Any:
+    """Rank 0 fails in a finalizer in which the other ranks wait for it: with a commit of ours, and without."""
+
+    def work_and_meet() -> None:
+        if scene.rank == 0:
+            fail()
+        dist.barrier()
+
+    request = scene.request("step_1", state(1))
+    request.finalize_fns.append(named("save.<locals>.integrity_finalize_fn", work_and_meet))
+    scene.queue.schedule_async_request(request)
+    failures = [scene.failure(scene.finish)]
+    meeting = [named("save.<locals>.metadata_finalize_fn", work_and_meet)]
+    scene.queue.schedule_async_request(NvrxRequest(note, (scene.directory / f"{scene.rank}", ""), meeting))
+    failures.append(scene.failure(scene.finish))
+    total = torch.ones(1)
+    dist.all_reduce(total)  # of the training
+    return failures, float(total)
+
+
+def same_directory(scene: Scene) -> Any:
+    """Two saves into one directory overlap: neither may be taken for a checkpoint."""
+    gate = scene.directory / "gate"
+    scene.queue.schedule_async_request(behind(gate, scene.request("twice", state(1))))
+    scene.schedule("twice", 2)
+    del scene.held["twice"]
+    gate.touch()
+    failures = [scene.failure(scene.finish) for _ in range(2)]
+    dist.barrier()
+    published = (scene.directory / "twice" / ".metadata").exists()
+    scene.schedule("after", 3)
+    return failures, published, len(scene.finish())
+
+
+def late_staging(scene: Scene) -> Any:
+    """A save has failed on rank 1 when the writer of rank 0 stages what would have been published."""
+    gate = scene.directory / "gate"
+    request = scene.request("bad", state(1))
+    del scene.held["bad"]
+    scene.queue.schedule_async_request(behind(gate, request) if scene.rank == 0 else request._replace(async_fn=fail))
+    failure = scene.failure(scene.finish)
+    dist.barrier()
+    gate.touch()
+    scene.schedule("step_2", 2)
+    scene.finish()
+    return failure, sorted(path.name for path in (scene.directory / "bad").glob("*.tmp"))
+
+
 def staged(scene: Scene) -> Any:
     """What lies there once the writers have written and nobody has voted, and what is opened to write from then on."""
     scene.schedule("step_1", 1)
@@ -321,23 +371,27 @@ def note_opened(opened: list[str], event: str, found: tuple[Any, ...]) -> None:
         opened.append(found[0])
 
 
-def follow_changed(scene: Scene, change: Callable[[Path], object]) -> Any:
+def follow_changed(scene: Scene, change: Callable[[Path], object], on_drift: OnDrift = OnDrift.REBUILD) -> Any:
     """Follow a prepared file that is changed by somebody else between the start of the job and its first save."""
     file = scene.directory / "own.prepared"
     if scene.rank == 0:
         shutil.copy(scene.directory.parent / PREPARED, file)
     dist.barrier()
     published: list[How] = []
-    extra = {"on_commit": lambda committed: published.append(committed.how)}
+    extra = {"on_commit": lambda committed: published.append(committed.how), "on_drift": on_drift}
     scene.strategy = Job(directory="", reuse=str(file), extra=extra).strategy()
     dist.barrier()
     if scene.rank == 0:
         change(file)
     dist.barrier()
     with heard() as warnings:
+        failures = []
         for step in (1, 2):
             scene.schedule(f"step_{step}", step)
-            scene.finish()
+            failures.append(scene.failure(scene.finish))
+    if on_drift is OnDrift.FAIL:
+        del scene.held["step_1"]
+        return published, failures
     rewritten = PreparedMetadata.load(str(file), scene.rank, dist.get_world_size())
     return published, warnings, rewritten.slice == scene.strategy.prepared.slice
 
@@ -455,6 +509,10 @@ INTACT: dict[str, Callable[[Scene], Any]] = {
     "staged": staged,
     "follow_removed": partial(follow_changed, change=Path.unlink),
     "follow_garbled": partial(follow_changed, change=garble),
+    "follow_removed_strictly": partial(follow_changed, change=Path.unlink, on_drift=OnDrift.FAIL),
+    "failed_in_a_barrier": failed_in_a_barrier,
+    "same_directory": same_directory,
+    "late_staging": late_staging,
     "follow_hostile": follow_hostile,
     "unpicklable": unpicklable,
     "failing_writer": failing_writer,
@@ -519,9 +577,8 @@ def play_on_rank(directory: str, scenarios: dict[str, Callable[[Scene], Any]], t
     creating.finish()
     played = {}
     for name, scenario in scenarios.items():
-        scene = Scene(
-            queue=queue, directory=Path(directory, name), strategy=Job(directory="", reuse=prepared).strategy()
-        )
+        scene = Scene(queue=queue, directory=Path(directory, name), strategy=None)
+        scene.reuse()
         scene.directory.mkdir(exist_ok=True)
         dist.barrier()
         try:

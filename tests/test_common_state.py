@@ -1,11 +1,14 @@
 """The common state is compared by one number in the vote; a difference is named, once, without ending anything."""
 
 from argparse import Namespace
+from collections import deque
 from dataclasses import replace
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,8 +125,40 @@ def test_digests_are_taken_of_whatever_arguments_hold() -> None:
         {"args": Namespace(a=torch.tensor(1))},
         {"args": Namespace(b=1)},
         {},
+        *({"args": Namespace(a=value)} for value in (torch.float32, torch.device("cpu"), Path("a"), range(3))),
+        *({"args": Namespace(a=value)} for value in (numpy.int64(1), numpy.ones(1), deque([1]), datetime(2026, 1, 1))),
     ],
+    ids=repr,
 )
 def test_digests_tell_other_content_apart(other: dict[str, Any]) -> None:
     one = {"args": Namespace(a=1)}
     assert combined_digest(digests_by_key(one)) != combined_digest(digests_by_key(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.device("cpu"), torch.device("meta")),
+        (Path("a"), Path("b")),
+        (range(3), range(4)),
+        (numpy.int64(1), numpy.int64(2)),
+        (numpy.ones(2), numpy.zeros(2)),
+        (numpy.ones(2), numpy.ones((1, 2))),
+        (deque([1]), deque([2])),
+        (datetime(2026, 1, 1), datetime(2026, 1, 2)),
+        (len, print),
+    ],
+    ids=repr,
+)
+def test_digests_tell_values_of_one_type_apart(one: Any, other: Any) -> None:
+    first, again, second = ({"args": Namespace(a=value)} for value in (one, one, other))
+    assert digests_by_key(first) == digests_by_key(again)
+    assert digests_by_key(first) != digests_by_key(second)
+
+
+def test_digests_do_not_see_where_an_object_lies() -> None:
+    class Opaque:
+        __slots__ = ()
+
+    assert digests_by_key({"a": Opaque()}) == digests_by_key({"a": Opaque()})

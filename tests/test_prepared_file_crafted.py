@@ -12,7 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.layout import Slice
+from megatron_ckpt_ext.metadata.pickled import metadata_body, with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+
+PLAIN = with_storage_meta(None)
 
 
 class _RunsCommand:
@@ -54,6 +57,37 @@ def test_the_pickle_in_front_of_a_trailer_is_never_run(tmp_path: Path, rank: int
         assert loaded.body is None
 
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("change", ["moved", "outside", "added", "unknown_rank"])
+def test_a_layout_that_says_otherwise_than_the_sections_is_refused(tmp_path: Path, change: str) -> None:
+    """The ranks compare with their sections only, so nobody would ever see it."""
+    metadata = layout(2)
+    sections = [slice_of(metadata, rank).to_json() for rank in range(2)]
+    index, info = next(iter(metadata.storage_data.items()))
+    if change == "moved":
+        metadata.storage_data[index] = replace(info, offset=info.offset + 64)
+    elif change == "outside":
+        metadata.storage_data[index] = replace(info, relative_path=f"../../{info.relative_path}")
+    elif change == "added":
+        metadata.storage_data[replace(index, fqn="added")] = info
+    else:
+        metadata.storage_data[index] = replace(info, relative_path="__7_0.distcp")
+    path = written(tmp_path / "prepared", crafted_bytes(body=metadata_body(metadata), suffix=PLAIN, sections=sections))
+
+    loaded = PreparedMetadata.load(path, 0, 2)
+    with pytest.raises(PreparedFileError):
+        loaded.in_memory()
+
+
+def test_a_section_may_say_more_than_the_layout(tmp_path: Path) -> None:
+    """Of two ranks that wrote one item the layout names one."""
+    metadata = layout(2)
+    sections = [slice_of(metadata, rank).to_json() for rank in range(2)]
+    sections[1]["locators"].append([*sections[0]["locators"][0][:2], "__1_0.distcp", 1 << 20, 8])
+    path = written(tmp_path / "prepared", crafted_bytes(body=metadata_body(metadata), suffix=PLAIN, sections=sections))
+
+    assert isinstance(PreparedMetadata.load(path, 0, 2).in_memory().body, bytes)
 
 
 LOCATOR = ["weight", [0, 0], "__0_0.distcp", 0, 8]

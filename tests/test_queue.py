@@ -146,6 +146,38 @@ def test_a_finalizer_that_fails_where_all_ranks_are_needed_raises_on_every_rank(
     assert (failed, saved_after, failed_after) == (1, 1, 0)
 
 
+def test_rank_0_that_fails_where_others_wait_for_it_leaves_nobody_behind(intact: Played) -> None:
+    (with_commit, without), total = intact.alike("failed_in_a_barrier")
+
+    assert "rank 0: publishing failed: LookupError: no such thing" in with_commit
+    assert "rank 0: publishing failed: LookupError: no such thing" in without
+    assert total == 2
+
+
+def test_saves_that_overlap_in_one_directory_both_fail(intact: Played) -> None:
+    (first, second), published, saved_after = intact.alike("same_directory")
+
+    assert "a later save was planned into the same directory" in first
+    assert "twice is in flight: wait for it, or save elsewhere" in second
+    assert not published
+    assert saved_after == 1
+
+
+def test_what_is_staged_for_a_save_that_has_failed_is_removed(intact: Played) -> None:
+    failure, left = intact.alike("late_staging")
+
+    assert "rank 1: writing failed: LookupError" in failure
+    assert left == []
+
+
+def test_a_prepared_file_that_is_gone_costs_one_save_where_drift_is_to_fail(intact: Played) -> None:
+    published, (first, second) = intact.alike("follow_removed_strictly")
+
+    assert first.startswith("WriteFailedError")
+    assert "own.prepared cannot be read any more" in first
+    assert (published, second) == ([How.TOGETHER], "no failure")
+
+
 def test_the_training_thread_only_renames(intact: Played) -> None:
     for before, opened in intact("staged"):
         assert before == ["distcp", "distcp", "tmp", "tmp"]

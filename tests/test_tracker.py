@@ -1,6 +1,7 @@
 """Megatron's tracker file is never empty, and an unreadable one does not look like a finished job."""
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,21 @@ def test_everything_else_is_opened_as_before(tmp_path: Path) -> None:
     with FILES.open(str(tmp_path / "other")) as file:
         assert file.read() == "x"
     assert FILES.answer == 42
+
+
+def test_a_plain_path_that_the_client_leads_elsewhere_is_written_there(profile: Profile, tmp_path: Path) -> None:
+    """Megatron reads it back from there."""
+    config = json.loads(profile.config.read_text())
+    config["path_mapping"] = {f"{tmp_path}/mapped/": f"msc://{profile.name}/"}
+    profile.config.write_text(json.dumps(config))
+    MultiStorageClientFeature.enable()
+    try:
+        with AtomicTracker(maybe_msc).open(f"{tmp_path}/mapped/{TRACKER_FILE}", "w") as file:
+            file.write("8")
+        with maybe_msc.open(f"{tmp_path}/mapped/{TRACKER_FILE}", "r") as file:
+            assert file.read() == "8"
+    finally:
+        MultiStorageClientFeature.disable()
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, Verdict, agree,
 from megatron_ckpt_ext.commit.together import commit_together
 from megatron_ckpt_ext.compat.dcp import ERRORS, METADATA_FILE
 from megatron_ckpt_ext.errors import PreparedFileError
-from megatron_ckpt_ext.metadata.body import BodyFile, BodyReader
+from megatron_ckpt_ext.metadata.body import BodyFile
+from megatron_ckpt_ext.metadata.body_reader import BodyReader
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import places_of
 from megatron_ckpt_ext.metadata.pickled import with_storage_meta
@@ -125,10 +126,11 @@ class SaveCommit:
         if prepared is None or planned.drift is not None or planned.failure is not None:
             return None
         if not self._wrapper.is_coordinator:
-            return Seal(places=prepared.places)
+            return Seal(places=prepared.places, directory=self._directory)
         if prepared.body is None:
             return None
-        return Seal(places=prepared.places, files=self._to_stage(lent.lend(prepared.body)))
+        files = self._to_stage(lent.lend(prepared.body))
+        return Seal(places=prepared.places, directory=self._directory, files=files)
 
     def outcome(self) -> Outcome:
         """Judge what this rank wrote; call it once, after its background write has ended. No collectives.
@@ -149,7 +151,11 @@ class SaveCommit:
             self._sealed = found
         if self._sealed.failure:
             return Outcome(SaveStatus.FAILED, self._sealed.failure)
-        return Outcome(SaveStatus.DRIFT, self._sealed.lost) if self._sealed.lost else Outcome(SaveStatus.READY)
+        if self._sealed.lost:
+            # Nothing has drifted. Where drift is to fail this must not refuse every later save too, as drift would.
+            status = SaveStatus.FAILED if self._on_drift is OnDrift.FAIL else SaveStatus.DRIFT
+            return Outcome(status, self._sealed.lost)
+        return Outcome(SaveStatus.READY)
 
     def _look(self) -> Outcome | Sealed:
         """Do what no writer did: look at the results, and seal what follows the layout."""
@@ -167,10 +173,10 @@ class SaveCommit:
             self._prepared = self._prepared.in_memory()
         except PreparedFileError as error:
             return Sealed(follows=True, lost=str(error))
-        return stage(self._to_stage(self._prepared.body or b""), BodyReader())
+        return stage(self._to_stage(self._prepared.body or b""), BodyReader(), directory=self._directory)
 
     def _to_stage(self, body: bytes | BodyFile) -> tuple[ToStage, ...]:
-        directory, suffix = str(self._writer.checkpoint_id), with_storage_meta(self._writer.storage_meta())
+        directory, suffix = self._directory, with_storage_meta(self._writer.storage_meta())
         side_files = [
             ToStage(path=os.path.join(directory, name), suffix=content) for name, content in self._side_files.items()
         ]
@@ -178,9 +184,13 @@ class SaveCommit:
         return (*side_files, ToStage(path=os.path.join(directory, METADATA_FILE), body=body, suffix=suffix))
 
     @property
+    def _directory(self) -> str:
+        return str(self._writer.checkpoint_id)
+
+    @property
     def path(self) -> str | None:
         """Directory of the checkpoint; ``None`` if this rank could not plan."""
-        return None if self._writer is None else str(self._writer.checkpoint_id)
+        return None if self._writer is None else self._directory
 
     @property
     def writes_nothing(self) -> bool:

@@ -4,9 +4,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_ckpt_ext.commit.commit import SaveCommit
 from megatron_ckpt_ext.compat.dcp import ERRORS
-from megatron_ckpt_ext.compat.mcore import is_collective_finalizer, is_optional_finalizer, writes_metadata_json
+from megatron_ckpt_ext.compat.mcore import (
+    ends_in_a_barrier,
+    is_collective_finalizer,
+    is_optional_finalizer,
+    writes_metadata_json,
+)
 
 __all__ = ["Finalizers", "report"]
 
@@ -50,9 +57,12 @@ class Finalizers:
             try:
                 finalizer()
             except ERRORS as error:
-                if not is_optional_finalizer(finalizer):
-                    raise
-                report(error)
+                if is_optional_finalizer(finalizer):
+                    report(error)
+                    continue
+                if ends_in_a_barrier(finalizer):
+                    dist.barrier()  # the other ranks are in it, and hear of the error afterwards
+                raise
 
 
 def report(error: BaseException) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -54,8 +55,8 @@ class _Active:
     finalizers: Finalizers
     writer: Writer | None = None
     """Who writes it; ``None`` if no process could be started."""
-    leaves_results: bool = False
-    """Whether the results of ``commit`` come in the writer's answer."""
+    results: Any = None
+    """The queue that the write function was to leave its results in; they come in the writer's answer."""
     outcome: Outcome | None = None
     """What this rank votes, once its writer has ended."""
     stage: int = 0
@@ -130,6 +131,7 @@ class AsyncSaveQueue:
         call = _Active(index=self._last_index, request=async_request, commit=commit, finalizers=finalizers)
         self._calls.append(call)
         try:
+            self._refuse_same_directory(call)
             call.writer = self._live_writer()
             call.writer.submit(_to_send(call, self._lent))
         except ERRORS as error:  # the peers are on their way to the reduction
@@ -230,9 +232,12 @@ class AsyncSaveQueue:
             if state.failure is not None:
                 call.outcome = Outcome(SaveStatus.FAILED, state.failure)
             elif call.commit is not None:
-                results = ReceivedResults(state.results) if call.leaves_results else None
+                results = None if call.results is None else ReceivedResults(state.results)
                 call.commit.take(state.sealed, results)
                 call.outcome = vote_of(call.commit)
+            elif call.results is not None:
+                for item in ReceivedResults(state.results).all():
+                    call.results.put(item)
         return call.outcome or Outcome(SaveStatus.PENDING)
 
     def _counted(self, call: _Active, verdict: Verdict, outcome: Outcome) -> bool:
@@ -288,6 +293,18 @@ class AsyncSaveQueue:
         except ERRORS as error:
             call.late_error = error
 
+    def _refuse_same_directory(self, call: _Active) -> None:
+        """Fail saves that overlap in one directory: planning the later one has removed files of the earlier.
+
+        Raises:
+            RuntimeError: for the later one; the earlier one has failed as well.
+        """
+        for other in list(self._calls)[:-1]:
+            if call.commit is not None and other.commit is not None and call.commit.path == other.commit.path:
+                if other.stage == 0:
+                    other.outcome = Outcome(SaveStatus.FAILED, "a later save was planned into the same directory")
+                raise RuntimeError(f"a save into {call.commit.path} is in flight: wait for it, or save elsewhere")
+
     def _drop(self, call: _Active) -> None:
         self._calls.remove(call)
         if call.writer is not None:
@@ -317,6 +334,9 @@ class AsyncSaveQueue:
         if self._calls:
             saves = ", ".join(call.name for call in self._calls)
             logger.warning("Checkpoint saves in flight are given up and were not finalized: %s.", saves)
+        for call in self._calls:
+            if call.writer is not None and call.stage == 0:
+                call.writer.abandon(call.index)
         self._end_writer()
 
     def _end_writer(self) -> None:
@@ -330,13 +350,12 @@ def _to_send(call: _Active, lent: LentBody) -> Call:
     """What the writer gets; results come back in its answer, not in NVRx's queue that all saves share."""
     request, commit, seal = call.request, call.commit, None
     arguments = list(request.async_fn_args)
-    queue = arguments[_RESULTS_ARGUMENT] if len(arguments) > _RESULTS_ARGUMENT else None
-    # Megatron moves the finalizers of a save to the request of its logits, whose arguments are no results queue; then
-    # the writer cannot tell what was written.
-    call.leaves_results = commit is not None and commit.takes_results_from(queue)
-    if call.leaves_results:
-        arguments[_RESULTS_ARGUMENT] = ResultBox()
-    if commit is not None and (call.leaves_results or commit.writes_nothing):
+    results = arguments[_RESULTS_ARGUMENT] if len(arguments) > _RESULTS_ARGUMENT else None
+    # Megatron moves the finalizers of a save to the request of its logits, which comes behind it and has arguments of
+    # its own. Then the results are those of a request without a commit, and the commit finds them where it looks.
+    if isinstance(results, SimpleQueue) or (commit is not None and commit.takes_results_from(results)):
+        call.results, arguments[_RESULTS_ARGUMENT] = results, ResultBox()
+    if commit is not None and (call.results is not None or commit.writes_nothing):
         seal = commit.seal(lent)
     return Call(
         index=call.index,

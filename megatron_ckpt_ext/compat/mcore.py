@@ -28,6 +28,7 @@ __all__ = [
     "ShardedTensor",
     "TorchDistSaveShardedStrategy",
     "bytes_to_write",
+    "ends_in_a_barrier",
     "is_collective_finalizer",
     "is_optional_finalizer",
     "metadata_json",
@@ -64,13 +65,13 @@ def refuse_released_storage(sharded_state_dict: dict[str, Any]) -> None:
         ValueError: so it is, for a tensor that this rank writes.
     """
     for entry in nested_values(sharded_state_dict):
-        data = entry.data if isinstance(entry, ShardedTensor) else None
-        if data is None or type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided:
-            continue
-        if data.numel() and not data.untyped_storage().size() and is_main_replica(entry.replica_id):
-            raise ValueError(
-                f"the memory of {entry.key} is released, by an offload for instance: bring it back before the save"
-            )
+        data: Any = entry.data if isinstance(entry, ShardedTensor) else None
+        # No address is what a released storage leaves, and is far cheaper to ask for than the storage.
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and not data.data_ptr() and data.numel():
+            if not data.untyped_storage().size() and is_main_replica(entry.replica_id):
+                raise ValueError(
+                    f"the memory of {entry.key} is released, by an offload for instance: bring it back before the save"
+                )
 
 
 def save_planner(*, keep_only_main_replica: bool) -> MCoreSavePlanner:
@@ -90,6 +91,11 @@ def metadata_json(backend: str, version: int) -> bytes:
 def writes_metadata_json(finalizer: Callable[[], Any]) -> bool:
     """Whether it is the finalizer of ``dist_checkpointing.save`` that writes the side file, and a barrier."""
     return getattr(finalizer, "__qualname__", "") == "save.<locals>.metadata_finalize_fn"
+
+
+def ends_in_a_barrier(finalizer: Callable[[], Any]) -> bool:
+    """Whether rank 0 works and then all ranks meet in the default group; work that fails leaves the others there."""
+    return writes_metadata_json(finalizer) or is_collective_finalizer(finalizer)
 
 
 def is_optional_finalizer(finalizer: Callable[[], Any]) -> bool:

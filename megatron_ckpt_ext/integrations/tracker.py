@@ -11,6 +11,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from megatron_ckpt_ext.compat.msc import mapped_profile, megatron_uses_msc, object_url
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.publish.atomic import write_file
 from megatron_ckpt_ext.publish.latest import latest_complete_step
@@ -37,7 +38,7 @@ class AtomicTracker(ModuleType):
         """Open a file; the tracker appears whole at the end of its ``with`` block, wherever it lies."""
         if mode != "w" or os.path.basename(str(path)) != TRACKER_FILE:
             return self._real.open(path, mode, *args, **options)
-        if "://" not in str(path):
+        if _is_local(str(path)):
             return _WholeFile(lambda text: write_file(str(path), [text.encode()]))
         return _WholeFile(lambda text: _write(self._real.open(path, mode, *args, **options), text))
 
@@ -53,6 +54,12 @@ class _WholeFile(io.StringIO):
         if kind is None:
             self._write(self.getvalue())
         super().__exit__(kind, error, trace)
+
+
+def _is_local(path: str) -> bool:
+    """Whether Megatron will read it back from a file system, and not through the multi-storage client."""
+    is_mapped = megatron_uses_msc() and mapped_profile(path) is not None
+    return "://" not in path and object_url(path) is None and not is_mapped
 
 
 def _write(file: Any, text: str) -> None:

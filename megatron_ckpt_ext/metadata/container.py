@@ -156,7 +156,7 @@ class Container:
         footer = self._trailer
         if footer.body_length > self._size:
             raise self._damaged("body")
-        return BodyFile(path=self.path, length=footer.body_length, crc=footer.body_crc)
+        return BodyFile(path=self.path, length=footer.body_length, crc=footer.body_crc, index_crc=footer.index_crc)
 
     def body(self) -> bytes:
         """Return the pickle without its end."""

@@ -1,18 +1,22 @@
 """Digests of plain state, equal on two ranks whenever the state is: no object identity, no order of dictionaries."""
 
 import hashlib
+import re
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 
 __all__ = ["combined_digest", "digests_by_key"]
 
 _BITS = 62
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH = 8
 """Common state is shallow; objects that point at each other are not walked for ever."""
 
@@ -51,7 +55,7 @@ def _digest(value: Any) -> int:
 
 
 def _feed(hasher: "hashlib.blake2b", value: Any, depth: int) -> None:
-    """Hash what the state says. What lies deeper than ``depth``, or has no content to be seen, counts by its type."""
+    """Hash what the state says. What lies deeper than ``depth`` counts by its type, what shows no parts by its repr."""
     if value is None or isinstance(value, str | bytes | int | float | complex | bool):
         hasher.update(f"{type(value).__name__} {value!r};".encode())
         return
@@ -62,20 +66,28 @@ def _feed(hasher: "hashlib.blake2b", value: Any, depth: int) -> None:
         hasher.update(value.name.encode())
     elif isinstance(value, set | frozenset):
         hasher.update(repr(sorted(_digest(entry) for entry in value)).encode())
+    elif isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind != "O":
+        hasher.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif depth > 0:
-        for entry in _parts(value):
-            _feed(hasher, entry, depth - 1)
+        parts = _parts(value)
+        if parts is None:
+            hasher.update(_ADDRESS.sub("", repr(value)).encode())
+        else:
+            for entry in parts:
+                _feed(hasher, entry, depth - 1)
     hasher.update(b".")
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    """What a container or object consists of, in an order that equal ones share."""
-    if isinstance(value, list | tuple):
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What a container or object consists of, in an order that equal ones share; ``None`` if only it can say."""
+    if isinstance(value, list | tuple | deque):
         return value
     members = _members(value)
     if members is None and not isinstance(value, type | FunctionType | ModuleType):
         members = getattr(value, "__dict__", None)
-    pairs: list[tuple[Any, Any]] = [] if members is None else list(members.items())
+    if members is None:
+        return None
+    pairs: list[tuple[Any, Any]] = list(members.items())
     pairs.sort(key=lambda pair: repr(pair[0]))
     return chain.from_iterable(pairs)
 

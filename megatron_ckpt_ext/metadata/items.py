@@ -14,6 +14,7 @@ from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator, ow
 
 __all__ = [
     "OBJECT",
+    "all_locators",
     "describe_metadata",
     "describe_tensor",
     "item_of",
@@ -61,20 +62,24 @@ def places_of(results: Iterable[WriteResult]) -> dict[Item, Locator]:
 
 
 def locators_of(metadata: Metadata, rank: int) -> dict[Item, Locator]:
-    """Return what a checkpoint's metadata places in the files of one rank.
+    """Return what a checkpoint's metadata places in the files of one rank; raises as ``all_locators``."""
+    return {item: locator for item, locator in all_locators(metadata).items() if owner_of(locator.path) == rank}
+
+
+def all_locators(metadata: Metadata) -> dict[Item, Locator]:
+    """Return what a checkpoint's metadata places where.
 
     Raises:
-        PreparedFileError: a path of any rank leaves the checkpoint directory, or tells no rank; nobody's guard would
-            ever look at what lies there.
+        PreparedFileError: a path leaves the checkpoint directory, or tells no rank; nobody's guard would ever look at
+            what lies there.
     """
     located = {
         item_of(index): checked_locator(info.relative_path, info.offset, info.length)
         for index, info in metadata.storage_data.items()
     }
-    owners = {path: owner_of(path) for path in {locator.path for locator in located.values()}}
-    if nobodys := [path for path, owner in owners.items() if owner is None]:
+    if nobodys := [path for path in {each.path for each in located.values()} if owner_of(path) is None]:
         raise PreparedFileError(f"the file name {min(nobodys)!r} does not tell which rank writes it")
-    return {item: locator for item, locator in located.items() if owners[locator.path] == rank}
+    return located
 
 
 def _merge_repeated(described: Iterable[tuple[Item, str]]) -> dict[Item, str]:

@@ -11,7 +11,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ckpt_ext.errors import PreparedFileError
-from megatron_ckpt_ext.metadata.body import BodyFile, BodyReader
+from megatron_ckpt_ext.metadata.body import BodyFile
+from megatron_ckpt_ext.metadata.body_reader import BodyReader
 from megatron_ckpt_ext.metadata.container import Container, container_chunks
 from megatron_ckpt_ext.metadata.fingerprint import Difference, Fingerprint
 from megatron_ckpt_ext.metadata.guard import (

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from megatron_ckpt_ext.publish.storage.interface import StagedFile, storage_of
 
-__all__ = ["StagedFile", "remove_file", "stage_file", "write_file"]
+__all__ = ["StagedFile", "make_names_durable", "remove_file", "stage_file", "write_file"]
 
 
 def stage_file(path: str, chunks: Iterable[bytes]) -> StagedFile:
@@ -21,6 +21,15 @@ def stage_file(path: str, chunks: Iterable[bytes]) -> StagedFile:
         OSError: nothing that counts is left behind.
     """
     return storage_of(path).stage(path, chunks)
+
+
+def make_names_durable(directory: str) -> None:
+    """Make the names of files durable that others have written and synced in ``directory``. No collectives.
+
+    Raises:
+        OSError: it cannot be opened or synced.
+    """
+    storage_of(directory).sync_names(directory)
 
 
 def write_file(path: str, chunks: Iterable[bytes]) -> None:

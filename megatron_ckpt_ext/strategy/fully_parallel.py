@@ -29,8 +29,7 @@ class PreparedSaveWrapper(FullyParallelSaveStrategyWrapper):  # type: ignore[mis
         base = self.base_strategy
         if base.handles(async_strategy):
             if base.prepared is not None:
-                distribute_from_slice(sharded_state_dict, base.prepared)
-                return base.async_save(sharded_state_dict, checkpoint_dir, async_strategy)
+                return base.request(sharded_state_dict, checkpoint_dir, distribute_from_slice)
             # A distribution cached in an earlier save does not know what has been added since.
             self.cached_distribution = None
         return super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)

@@ -119,8 +119,25 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         """Plan a save and return the request that writes and finalizes it. Called on all ranks; no collectives."""
         if not self.handles(async_strategy):
             return super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
+        return self.request(sharded_state_dict, checkpoint_dir)
+
+    def request(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: Path | str,
+        distribute: Callable[[dict[str, Any], PreparedMetadata], None] | None = None,
+    ) -> AsyncRequest:
+        """Plan a save that goes our way. Called on all ranks; no collectives.
+
+        Args:
+            sharded_state_dict: Megatron's.
+            checkpoint_dir: where to save.
+            distribute: decides from the layout who writes which replica; changes the state dict.
+        """
         common = None
         try:
+            if distribute is not None and self.prepared is not None:
+                distribute(sharded_state_dict, self.prepared)
             common = self._common_state(sharded_state_dict)
             result = self._plan(sharded_state_dict, checkpoint_dir)
         except ConfigurationError:

@@ -34,7 +34,7 @@ class LentBody:
             with open(self._descriptor, "wb", closefd=False) as memory:
                 memory.write(body)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-            self._file = BodyFile(path=path, length=len(body), crc=zlib.crc32(body), made_here=True)
+            self._file = BodyFile(path=path, length=len(body), crc=zlib.crc32(body))
             self._body = body
         return self._file
 

@@ -7,10 +7,11 @@ from itertools import chain
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ckpt_ext.errors import PreparedFileError
-from megatron_ckpt_ext.metadata.body import BodyFile, BodyReader
+from megatron_ckpt_ext.metadata.body import BodyFile
+from megatron_ckpt_ext.metadata.body_reader import BodyReader
 from megatron_ckpt_ext.metadata.guard import places_digest
 from megatron_ckpt_ext.metadata.items import places_of
-from megatron_ckpt_ext.publish.atomic import StagedFile, stage_file
+from megatron_ckpt_ext.publish.atomic import StagedFile, make_names_durable, stage_file
 
 __all__ = ["Seal", "Sealed", "ToStage", "discard", "stage"]
 
@@ -47,6 +48,8 @@ class Seal:
 
     places: bytes
     """``places_digest`` of the rank's slice."""
+    directory: str
+    """Of the checkpoint."""
     files: tuple[ToStage, ...] = ()
     """On the coordinator: what to stage, in the order in which it will be published."""
 
@@ -59,20 +62,27 @@ class Seal:
         """
         if results is None or places_digest(places_of(results)) != self.places:
             return Sealed(follows=False)
-        return stage(self.files, reader)
+        return stage(self.files, reader, directory=self.directory)
 
 
-def stage(files: Sequence[ToStage], reader: BodyReader) -> Sealed:
-    """Make files durable under temporary names, all or none. No collectives; what goes wrong is in the answer."""
+def stage(files: Sequence[ToStage], reader: BodyReader, *, directory: str) -> Sealed:
+    """Make files durable under temporary names, all or none. No collectives; what goes wrong is in the answer.
+
+    The data files that this rank has written have their names made durable as well: who sees ``.metadata`` after a
+    crash must see them.
+    """
     staged: list[StagedFile] = []
-    for file in files:
-        try:
-            staged.append(stage_file(file.path, chain(reader.read(file.body), (file.suffix,))))
-        except Exception as error:
-            discard(staged)
-            if isinstance(error, PreparedFileError):
-                return Sealed(follows=True, lost=str(error))
-            return Sealed(follows=True, failure=f"{file.path} could not be written: {type(error).__name__}: {error}")
+    path = directory
+    try:
+        make_names_durable(directory)
+        for file in files:
+            path = file.path
+            staged.append(stage_file(path, chain(reader.read(file.body), (file.suffix,))))
+    except Exception as error:
+        discard(staged)
+        if isinstance(error, PreparedFileError):
+            return Sealed(follows=True, lost=str(error))
+        return Sealed(follows=True, failure=f"{path} could not be written: {type(error).__name__}: {error}")
     return Sealed(follows=True, staged=tuple(staged))
 
 

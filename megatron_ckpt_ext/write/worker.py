@@ -19,7 +19,7 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_ckpt_ext.metadata.body import BodyReader
+from megatron_ckpt_ext.metadata.body_reader import BodyReader
 from megatron_ckpt_ext.write.seal import Seal, Sealed
 
 __all__ = ["Answer", "Call", "Kind", "ReceivedResults", "ResultBox", "WorkerSettings", "serve"]
@@ -108,13 +108,17 @@ class ReceivedResults:
     pickled: bytes
     """A list; from our own process, so it can be trusted."""
 
+    def all(self) -> list[Any]:
+        """Return all of them."""
+        return list(pickle.loads(self.pickled))
+
     def get_nowait(self) -> Any:
-        """Take the results.
+        """Return the first; a write function leaves one.
 
         Raises:
-            queue.Empty: there are none.
+            queue.Empty: there is none.
         """
-        results, self.pickled = pickle.loads(self.pickled), pickle.dumps([])
+        results = self.all()
         if not results:
             raise queue.Empty
         return results[0]

@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from megatron_ckpt_ext.write.seal import Sealed
+from megatron_ckpt_ext.write.seal import Sealed, discard
 from megatron_ckpt_ext.write.snapshot import pickle_snapshot
 from megatron_ckpt_ext.write.worker import Answer, Call, Kind, WorkerSettings, serve
 
@@ -76,10 +76,12 @@ class _Ear:
         return answer
 
     def _listen(self) -> None:
-        with self._answers, contextlib.suppress(EOFError, OSError):
-            while True:
-                self._heard.put(self._answers.recv())
-        self._heard.put(None)
+        try:
+            with self._answers, contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._heard.put(self._answers.recv())
+        finally:
+            self._heard.put(None)
 
 
 class Writer:
@@ -151,8 +153,14 @@ class Writer:
             self._judge()
 
     def forget(self, index: int) -> None:
-        """Drop the state of a call, ended or not."""
+        """Drop a call, ended or not. What is staged for it from now on will be removed."""
         self._states.pop(index, None)
+
+    def abandon(self, index: int) -> None:
+        """Drop a call that nobody will publish; what was staged for it is removed. Does not wait."""
+        if index in self._states and (sealed := self.poll(index).sealed) is not None:
+            discard(sealed.staged)
+        self.forget(index)
 
     def close(self, *, grace: timedelta = timedelta(seconds=10)) -> None:
         """End the process: ask one that has nothing to do, and after ``grace`` kill it. Safe to call twice.
@@ -186,6 +194,8 @@ class Writer:
         self._progress = _Progress()
         state = self._states.get(answer.index)
         if state is None or state.ended:
+            if answer.sealed is not None:  # nobody will publish it
+                discard(answer.sealed.staged)
             return
         if answer.kind == Kind.STAGED:
             state.staged = True

@@ -122,6 +122,11 @@ class Files:
             staged.discard()
             raise
 
+    def sync_names(self, directory: str) -> None:
+        """Sync the directory, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            fsync_directory(directory)
+
     def remove(self, path: str) -> None:
         """Remove a file durably if it is there.
 

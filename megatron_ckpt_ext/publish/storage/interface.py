@@ -73,6 +73,9 @@ class Storage(Protocol):
     def write(self, path: str, chunks: Iterable[bytes]) -> None:
         """Make a file appear whole, and count."""
 
+    def sync_names(self, directory: str) -> None:
+        """Make the names in a directory durable, where that is not so by itself."""
+
     def remove(self, path: str) -> None:
         """Remove a file durably if it is there.
 

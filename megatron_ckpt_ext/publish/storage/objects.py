@@ -138,6 +138,9 @@ class Objects:
             staged.discard()
             raise
 
+    def sync_names(self, directory: str) -> None:
+        """Do nothing: an object that was uploaded has its name."""
+
     def remove(self, path: str) -> None:
         """Remove an object if it is there.
 
