@@ -38,6 +38,8 @@ class State:
     """Of each tensor, float32."""
     items: int
     """Non-tensor items."""
+    replicated: int = 0
+    """Tensors that every rank holds and one of them writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,8 @@ class Phases:
     """Staging, writing, and waiting for the other ranks."""
     finalize: float
     """From the barrier behind the write to the published checkpoint."""
+    cpu: float
+    """Of ``whole``: what the calling thread computed. The rest is waiting."""
 
     @property
     def whole(self) -> float:

@@ -95,21 +95,21 @@ def _timed(strategy: Any, state_dict: dict[str, Any], folder: Path) -> Phases:
     folder.mkdir(exist_ok=True)
     written: list[float] = []
     dist.barrier()
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), time.thread_time()
     request = dist_checkpointing.save(
         state_dict, str(folder), strategy, validate_access_integrity=False, async_sharded_save=True
     )
     planned = time.perf_counter()
     request.finalize_fns.insert(0, _noting(written))
     request.execute_sync()
-    end = time.perf_counter()
+    end, computed = time.perf_counter(), time.thread_time() - computed
     dist.barrier()
     if not (folder / ".metadata").exists():
         raise RuntimeError(f"the save left no .metadata in {folder}")
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return Phases(plan=planned - start, write=written[0] - planned, finalize=end - written[0])
+    return Phases(plan=planned - start, write=written[0] - planned, finalize=end - written[0], cpu=computed)
 
 
 def _noting(times: list[float]) -> Callable[[], None]:

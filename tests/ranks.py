@@ -137,9 +137,10 @@ class _Rank:
 
 
 class RankPool:
-    """Up to four gloo ranks, to be closed by its owner: for the tests that is the `ranks` fixture."""
+    """Up to four gloo ranks, or `limit`, to be closed by its owner: for the tests that is the `ranks` fixture."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_RANKS) -> None:
+        self._limit = limit
         self._ranks: list[_Rank] = []
         self._context = multiprocessing.get_context("spawn")
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -226,8 +227,8 @@ class RankPool:
 
     def _at_least(self, count: int) -> list[_Rank]:
         """Replace dead ranks and grow to `count` live ones; ranks start side by side."""
-        if not 1 <= count <= MAX_RANKS:
-            raise ValueError(f"world_size={count}: the pool has 1 to {MAX_RANKS} ranks")
+        if not 1 <= count <= self._limit:
+            raise ValueError(f"world_size={count}: the pool has 1 to {self._limit} ranks")
         self._drop([rank for rank in self._ranks if not rank.process.is_alive()])
         young = [self._start() for _ in range(count - len(self._ranks))]
         self._ranks += young
