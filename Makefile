@@ -6,12 +6,13 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test faults lint format env
+.PHONY: help demo bench test slow faults lint format env
 
 help:
 	@echo "make demo     three training jobs on two CPU ranks: stock, create, reuse; one table"
 	@echo "make bench    what it costs, and against stock; tables, JSON and plots in build/bench; fails at a missed limit"
 	@echo "make test     lint, type check and tests"
+	@echo "make slow     the tests that make test leaves out, the faults apart"
 	@echo "make faults   kill, stop and starve ranks and writers in every phase of a save; a table (needs root)"
 	@echo "make lint     lint and type check only"
 	@echo "make format   let ruff rewrite the code"
@@ -27,6 +28,9 @@ bench: env
 
 test: lint
 	$(PY) -m pytest -q -m "not slow"
+
+slow: env
+	$(PY) -m pytest -q -m slow --deselect tests/test_faults.py
 
 faults: env
 	$(PY) -m pytest -q -s -m slow tests/test_faults.py

@@ -347,7 +347,7 @@ def _process_group(call: _Call) -> Iterator[None]:
         store.wait(_everybody("begin", call), timeout)
         yield
         _arrive(store, "end", call)
-        with contextlib.suppress(dist.DistStoreError):
+        with contextlib.suppress(dist.DistStoreError, RuntimeError):
             store.wait(_everybody("end", call), timedelta(seconds=GRACE_SECONDS / 2))
     finally:
         _arrive(store, "end", call)

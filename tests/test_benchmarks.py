@@ -121,6 +121,7 @@ def test_steady_save(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_memory(tmp_path: Path) -> None:
     sizes = ("--ranks", "1", "--saves", "6", "--tensors", "8", "--elements", "16", "--items", "2")
@@ -153,6 +154,7 @@ def test_a_leak_goes_on(resident: list[int], *, leaks: bool) -> None:
     assert not Growth.of(resident).is_leak(Growth.of(resident))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_flags_unset(tmp_path: Path) -> None:
     printed, written = run("flags_unset", tmp_path, "--repetitions", "2", "--directory", str(tmp_path))
