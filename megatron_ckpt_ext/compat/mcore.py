@@ -58,20 +58,20 @@ def bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:
     return sum(shard.data.nbytes for shard in shards if shard.data is not None and is_main_replica(shard.replica_id))
 
 
-def refuse_released_storage(sharded_state_dict: dict[str, Any]) -> None:
-    """Refuse a tensor whose memory an offload has taken away: to copy it would end the process.
+def refuse_released_storage(shard: ShardedTensor) -> None:
+    """Refuse a tensor whose memory an offload has taken away.
 
     Raises:
-        ValueError: so it is, for a tensor that this rank writes.
+        ValueError: so it is, and this rank writes the tensor.
     """
-    for entry in nested_values(sharded_state_dict):
-        data: Any = entry.data if isinstance(entry, ShardedTensor) else None
-        # No address is what a released storage leaves, and is far cheaper to ask for than the storage.
-        if type(data) in (torch.Tensor, torch.nn.Parameter) and not data.data_ptr() and data.numel():
-            if not data.untyped_storage().size() and is_main_replica(entry.replica_id):
-                raise ValueError(
-                    f"the memory of {entry.key} is released, by an offload for instance: bring it back before the save"
-                )
+    data = shard.data
+    # No address is what a released storage leaves, and is far cheaper to ask for than the storage.
+    if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.data_ptr() or not data.numel():
+        return
+    if not data.untyped_storage().size() and is_main_replica(shard.replica_id):
+        raise ValueError(
+            f"the memory of {shard.key} is released, by an offload for instance: bring it back before the save"
+        )
 
 
 def save_planner(*, keep_only_main_replica: bool) -> MCoreSavePlanner:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megatron_ckpt_ext.compat.mcore import ShardedObject, ShardedTensor, nested_values
+from megatron_ckpt_ext.compat.mcore import ShardedObject, ShardedTensor, nested_values, refuse_released_storage
 from megatron_ckpt_ext.metadata.items import OBJECT, describe_tensor, item_of, merge_descriptions
 from megatron_ckpt_ext.metadata.layout import Item
 
@@ -41,7 +41,11 @@ class Holdings:
 
     @classmethod
     def of(cls, sharded_state_dict: Mapping[str, Any]) -> "Holdings":
-        """Read Megatron's sharded state dict, after its replicas were distributed. No collectives."""
+        """Read Megatron's sharded state dict, after its replicas were distributed. No collectives.
+
+        Raises:
+            ValueError: the memory of a tensor is released; to copy it would end the process.
+        """
         return cls([shard for entry in nested_values(sharded_state_dict) if (shard := _shard(entry)) is not None])
 
     def held(self) -> dict[Item, str]:
@@ -72,6 +76,7 @@ def held_in_plan(plan: SavePlan) -> dict[Item, str]:
 
 def _shard(entry: Any) -> Shard | None:
     if isinstance(entry, ShardedTensor):
+        refuse_released_storage(entry)
         return Shard(
             entry.key,
             entry.global_offset,

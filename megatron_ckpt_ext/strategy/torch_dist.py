@@ -20,7 +20,6 @@ from megatron_ckpt_ext.compat.mcore import (
     TorchDistSaveShardedStrategy,
     bytes_to_write,
     metadata_json,
-    refuse_released_storage,
     save_planner,
     to_pyt_state_dict,
 )
@@ -148,7 +147,6 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         return self._request(result, common)
 
     def _plan(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> PlanResult:
-        refuse_released_storage(sharded_state_dict)
         holdings = Holdings.of(sharded_state_dict)
         known = self._last_plan if self._last_plan is not None and self._last_plan.holdings == holdings else None
         if self.cpu_shm_mode and not has_shared_buffers():
