@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from megatron_ckpt_ext.plan.async_plan import save_state_dict_async_plan
     from megatron_ckpt_ext.publish.completeness import verify_checkpoint
     from megatron_ckpt_ext.publish.latest import latest_complete_step
+    from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver, save_fsdp_dtensor
     from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncSaveQueue",
+    "FsdpDtensorSaver",
     "MetadataReuseError",
     "PreparedMetadata",
     "PreparedSaveStrategy",
@@ -29,6 +31,7 @@ __all__ = [
     "WriteFailedError",
     "install",
     "latest_complete_step",
+    "save_fsdp_dtensor",
     "save_state_dict_async_finalize",
     "save_state_dict_async_plan",
     "verify_checkpoint",
@@ -36,6 +39,7 @@ __all__ = [
 
 _HOMES: Final = {
     "AsyncSaveQueue": "commit.queue",
+    "FsdpDtensorSaver": "strategy.fsdp_dtensor",
     "MetadataReuseError": "commit.failures",
     "SaveFailedError": "commit.failures",
     "WriteFailedError": "commit.failures",
@@ -43,6 +47,7 @@ _HOMES: Final = {
     "PreparedSaveStrategy": "strategy.torch_dist",
     "install": "integrations.megatron_lm",
     "latest_complete_step": "publish.latest",
+    "save_fsdp_dtensor": "strategy.fsdp_dtensor",
     "save_state_dict_async_finalize": "commit.finalize",
     "save_state_dict_async_plan": "plan.async_plan",
     "verify_checkpoint": "publish.completeness",

@@ -26,6 +26,11 @@ CALLS = {
         "storage_writer global_metadata dist_wrapper reuse_metadata_obj create_metadata_path fingerprint on_drift"
     ),
     "AsyncSaveQueue": "settings timeout start_writer",
+    "save_fsdp_dtensor": "state_dict checkpoint_dir saver settings",
+    "FsdpDtensorSaver": (
+        "process_group prepared_metadata ckpt_metadata_create_path on_drift async_save uneven fingerprint thread_count "
+        "use_cpu_shm timeout settings start_writer mode on_commit"
+    ),
     "SaveFailedError": "causes",
     "WriteFailedError": "causes",
     "MetadataReuseError": "causes",

@@ -3,7 +3,6 @@
 import io
 from typing import Any
 
-from megatron_ckpt_ext.compat.nvrx import non_tensor_items
 from megatron_ckpt_ext.metadata.items import item_of
 from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
@@ -25,6 +24,8 @@ def pad_non_tensor_items(storage_writer: Any, prepared: PreparedMetadata | None)
     Returns:
         Item -> its bare length in bytes; what is missing to its slot is head room.
     """
+    from megatron_ckpt_ext.compat.nvrx import non_tensor_items  # planning must work without NVRx
+
     items, data = non_tensor_items(storage_writer)
     lengths = {}
     for number, (write, stream) in enumerate(zip(items, data, strict=True)):
