@@ -4,7 +4,8 @@ Real gloo ranks go Megatron's own way (see ``asynchronous_jobs.py``) and save th
 processes of its own, and each side more than once. Private memory (USS) is what a process alone occupies; the process
 of NVRx's results queue is a fork of the trainer and shares much of it.
 
-Growth is that of a trainer's resident memory over the saves of the steady state, as the median over the repetitions. A
+Growth is that of a trainer's resident memory over the saves of the steady state, after the allocator has given back
+what is free, as the median over the repetitions. A
 rank of ours leaks if its least-squares slope is positive and more than 64 KiB a save above that of stock in the same
 run, and if the last third of its saves lies more than 1 MiB above the middle third: allocators take steps, a leak does
 not stop. What a rank of a large job needs at start-up is in ``scaling.py``.

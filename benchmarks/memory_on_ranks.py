@@ -1,5 +1,6 @@
 """On real ranks: the memory of trainers and writers over many saves of one side. Imported by the ranks only."""
 
+import ctypes
 import os
 import shutil
 from dataclasses import dataclass
@@ -42,18 +43,29 @@ def memory_on_rank(side: str, state: State, warm: int, saves: int, workers: int,
         others = children()
         try:
             job.resume()
+            after: dict[str, dict[str, int]] = {}
             for number in range(warm + saves):
                 _save(job, held, number, Path(directory, f"{side}_{number}"))
                 if number == 0:
                     pids["writer"] = _largest(children() - others)
                 if number >= warm:
+                    after = {name: memory_of(pid) for name, pid in pids.items()}
+                    _give_back_free_memory()
                     for name, pid in pids.items():
                         resident[name].append(resident_bytes(pid))
-            after = {name: memory_of(pid) for name, pid in pids.items()}
         finally:
             job.close()
         dist.barrier()  # no rank ends long before another
         return {name: Memory(resident=resident[name], after=after[name]) for name in pids}
+
+
+def _give_back_free_memory() -> None:
+    """Free pages of the heap that become resident one by one are no growth.
+
+    NVRx allocates its shared buffers with ``torch.empty`` first, which leaves a hole of their size in the heap; each
+    save touches a few more of its pages, in stock as in ours, until all of it is resident.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _save(job: AsynchronousJob, held: SavedState, number: int, folder: Path) -> None:
