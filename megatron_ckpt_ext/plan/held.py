@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -12,6 +13,9 @@ from megatron_ckpt_ext.metadata.items import OBJECT, describe_tensor, item_of, m
 from megatron_ckpt_ext.metadata.layout import Item
 
 __all__ = ["Holdings", "Shard", "held_in_plan", "held_in_sharded_state_dict"]
+
+
+_TENSOR = attrgetter("key", "global_offset", "global_shape", "replica_id", "local_shape", "dtype", "prepend_axis_num")
 
 
 class Shard(NamedTuple):
@@ -77,15 +81,7 @@ def held_in_plan(plan: SavePlan) -> dict[Item, str]:
 def _shard(entry: Any) -> Shard | None:
     if isinstance(entry, ShardedTensor):
         refuse_released_storage(entry)
-        return Shard(
-            entry.key,
-            entry.global_offset,
-            entry.global_shape,
-            entry.replica_id,
-            entry.local_shape,
-            entry.dtype,
-            entry.prepend_axis_num,
-        )
+        return Shard._make(_TENSOR(entry))
     if isinstance(entry, ShardedObject):
         return Shard(entry.unique_key, None, (), entry.replica_id)
     return None
