@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
 from ranks import RankPool
@@ -34,6 +34,7 @@ from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.pickled import load_metadata
 from megatron_ckpt_ext.plan.async_plan import save_state_dict_async_plan
 from megatron_ckpt_ext.plan.held import held_in_sharded_state_dict
+from megatron_ckpt_ext.replacements import Replacements
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
 # compat.dcp
@@ -286,6 +287,26 @@ def test_queues_that_joined_are_drained_before_shared_buffers_are_used_again() -
 
     assert [each.drained for each in queues] == [1, 1]
     assert "_shm_drain_callback()" in inspect.getsource(nvrx.FileSystemWriterAsync)
+
+
+def versions_asked_on_rank() -> tuple[int, list[str]]:
+    asked: list[str] = []
+    real = utils.is_torch_min_version
+
+    def asking(version: str) -> bool:
+        asked.append(version)
+        return bool(real(version))
+
+    tensors = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", torch.ones(2)) for n in range(5)}
+    with Replacements() as names:
+        names.apply([(utils, "is_torch_min_version", asking)])
+        found = mcore.to_pyt_state_dict(tensors, keep_only_main_replica=True)
+        assert utils.is_torch_min_version is asking
+    return len(found), asked
+
+
+def test_torchs_version_is_parsed_once_for_all_tensors_of_a_save(ranks: RankPool) -> None:
+    assert ranks.run(versions_asked_on_rank, world_size=1) == [(5, ["2.6a0"])]
 
 
 def test_results_can_be_led_elsewhere() -> None:

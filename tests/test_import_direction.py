@@ -32,7 +32,7 @@ ROWS = (
     Row(name="errors", why="Everybody raises them, so they know nobody."),
     Row(name="replacements", why="Putting names in place and back knows no names of ours."),
     Row(name="arguments", why="Flags are data for a parser; the offline commands read them without torch."),
-    Row(name="compat", may=("errors",), why="Foreign names, for everybody above."),
+    Row(name="compat", may=("errors", "replacements"), why="Foreign names, for everybody above."),
     Row(name="config", may=("errors",), why="Settings are checked before anything is built from them."),
     Row(name="events", may=("errors",), why="A record of what others did: it decides nothing."),
     Row(name="collectives", may=("compat",), why="Counting sees torch only, so it can count anybody."),
