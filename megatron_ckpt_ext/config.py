@@ -7,7 +7,7 @@ from megatron_ckpt_ext.errors import ConfigurationError
 
 __all__ = ["CkptExtConfig"]
 
-_FORMATS = ("torch_dist",)
+_FORMATS = ("torch_dist", "fsdp_dtensor")
 _MAX_SECONDS = 365 * 86400
 
 
@@ -81,12 +81,22 @@ class CkptExtConfig:
 
     @property
     def _is_asynchronous(self) -> bool:
-        return self.async_save and self.use_persistent_ckpt_worker and self.async_strategy == "nvrx"
+        return self.async_save and self.use_persistent_ckpt_worker and self._has_our_writer
+
+    @property
+    def _has_our_writer(self) -> bool:
+        return self.async_strategy == "nvrx" or self.ckpt_format == "fsdp_dtensor"
+
+    @property
+    def saves_dtensors(self) -> bool:
+        """Whether asynchronous saves of ``fsdp_dtensor`` are asked for; with either strategy, they are ours."""
+        is_ours = self.ckpt_format == "fsdp_dtensor" and self._is_asynchronous
+        return is_ours and bool(self.save) and not _is_object(self.save or "")
 
     @property
     def owns_queue(self) -> bool:
         """Whether asynchronous saves go through our queue."""
-        return self.ckpt_metadata is not None or self.ckpt_save_timeout is not None
+        return self.ckpt_metadata is not None or self.ckpt_save_timeout is not None or self.saves_dtensors
 
     def _problem(self) -> str | None:
         if not self.ckpt_metadata:
@@ -98,7 +108,7 @@ class CkptExtConfig:
                 "with --async-save but without --use-persistent-ckpt-worker: add --use-persistent-ckpt-worker, "
                 "Megatron saves synchronously without it"
             )
-        if self.async_strategy != "nvrx":
+        if not self._has_our_writer:
             return (
                 f"with --async-strategy {self.async_strategy}: remove it or say nvrx, "
                 "whose writer is the only one that is supported"
@@ -112,6 +122,8 @@ class CkptExtConfig:
                 "on a path of the multi-storage client: name a file on a local or shared file system, every job reads "
                 "it anew"
             )
+        if _is_object(self.save) and self.ckpt_format != "torch_dist":
+            return f"with --ckpt-format {self.ckpt_format} and --save {self.save}: save to a directory"
         if _is_object(self.save) and not self.enable_msc:
             return f"with --save {self.save} but without --enable-msc: add --enable-msc, or save to a directory"
         return None

@@ -48,6 +48,9 @@ LOOK_UPS = [
     ("checkpointing", LOAD_BASE, "load_checkpoint"),
     ("checkpointing", LOAD_BASE, "load_args_from_checkpoint"),
     ("checkpointing", "schedule_async_save", "save_checkpoint"),
+    ("checkpointing", "preprocess_state_dict_for_uneven_dtensor", "preprocess_fsdp_dtensor_state_dict"),
+    ("checkpointing", "get_async_strategy", "save_checkpoint"),
+    ("checkpointing", "get_save_and_finalize_callbacks", "save_checkpoint"),
 ]
 """Module of megatron.training, name in it that is replaced, and a function that looks it up."""
 
@@ -66,7 +69,10 @@ def test_everything_that_is_replaced_is_tried_above() -> None:
     installation.close()
 
     tried = {f"megatron.training.{module}.{name}" for module, name, _ in LOOK_UPS}
-    passed_on = {"megatron.training.checkpointing.save_checkpoint"}  # for scripts that import it from there
+    passed_on = {
+        "megatron.training.checkpointing.save_checkpoint",  # for scripts that import it from there
+        "megatron.core.transformer.fsdp_dtensor_checkpoint.make_fsdp_dtensor",
+    }
     assert set(installation.hooks) == tried | passed_on
 
 

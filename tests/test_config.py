@@ -12,15 +12,21 @@ from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 
 VALID: dict[str, Any] = {"ckpt_metadata": "prepared", "async_save": True, "save": "checkpoints"}
+DTENSORS: dict[str, Any] = {"ckpt_format": "fsdp_dtensor", "async_save": True, "save": "checkpoints"}
 REFUSED = [
     ({"ckpt_metadata": None, "ckpt_metadata_create": True}, "--ckpt-metadata-create", "add --ckpt-metadata FILE"),
     ({"ckpt_metadata": ""}, "--ckpt-metadata", "name the prepared metadata file"),
     ({"async_save": False}, "--async-save", "add --async-save"),
     ({"use_persistent_ckpt_worker": False}, "--use-persistent-ckpt-worker", "add --use-persistent-ckpt-worker"),
     ({"async_strategy": "mcore"}, "--async-strategy mcore", "remove it or say nvrx"),
-    ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format fsdp_dtensor", "use torch_dist"),
-    ({"ckpt_format": "torch"}, "--ckpt-format torch:", "use torch_dist"),
-    ({"ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp", "use torch_dist"),
+    ({"ckpt_format": "fsdp_dtensor", "async_save": False}, "--async-save", "add --async-save"),
+    ({"ckpt_format": "torch"}, "--ckpt-format torch:", "use torch_dist or fsdp_dtensor"),
+    ({"ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp", "use torch_dist or fsdp_dtensor"),
+    (
+        {"ckpt_format": "fsdp_dtensor", "save": "msc://profile/run", "enable_msc": True},
+        "--ckpt-format fsdp_dtensor and --save msc://profile/run",
+        "save to a directory",
+    ),
     ({"save": None}, "--save", "add --save DIRECTORY"),
     ({"save": ""}, "--save", "add --save DIRECTORY"),
     ({"ckpt_metadata": "msc://profile/prepared"}, "--ckpt-metadata msc://profile/prepared", "name a file on a local"),
@@ -47,6 +53,13 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], flag: str, remedy: 
 def test_the_missing_worker_is_named_and_not_the_async_save_that_megatron_clears() -> None:
     with pytest.raises(ConfigurationError, match="but without --use-persistent-ckpt-worker"):
         CkptExtConfig(**VALID, use_persistent_ckpt_worker=False)
+
+
+@pytest.mark.parametrize("strategy", ["nvrx", "mcore"])
+def test_prepared_metadata_and_a_timeout_go_with_dtensors(strategy: str) -> None:
+    config = CkptExtConfig(**DTENSORS, ckpt_metadata="prepared", ckpt_save_timeout=60.0, async_strategy=strategy)
+
+    assert config.saves_dtensors
 
 
 @pytest.mark.parametrize("create", [False, True])
@@ -76,10 +89,16 @@ def test_a_job_without_prepared_metadata_may_do_anything(change: dict[str, Any])
         ({"async_save": True, "save": "checkpoints", "ckpt_save_timeout": 60.0}, True),
         (VALID, True),
         ({**VALID, "ckpt_save_timeout": 60.0}, True),
+        (DTENSORS, True),
+        ({**DTENSORS, "async_strategy": "mcore"}, True),
+        ({**DTENSORS, "async_save": False}, False),
+        ({**DTENSORS, "use_persistent_ckpt_worker": False}, False),
+        ({**DTENSORS, "save": None}, False),
+        ({**DTENSORS, "save": "msc://profile/run", "enable_msc": True}, False),
     ],
-    ids=["nothing", "events", "timeout", "metadata", "both"],
+    ids=str,
 )
-def test_our_queue_is_in_charge_where_metadata_or_a_timeout_is_asked_for(given: dict[str, Any], ours: bool) -> None:
+def test_our_queue_is_in_charge_where_metadata_or_a_timeout_or_dtensors_are(given: dict[str, Any], ours: bool) -> None:
     assert CkptExtConfig(**given).owns_queue is ours
 
 
@@ -147,7 +166,8 @@ def test_the_command_line_of_megatron_is_checked(ranks: RankPool) -> None:
     assert "without --async-save" in str(parsed(*metadata))
     assert "without --use-persistent-ckpt-worker" in str(parsed("--async-save", *metadata))
     assert "--async-strategy mcore" in str(parsed(*worker, *metadata, "--async-strategy", "mcore"))
-    assert "--ckpt-format fsdp_dtensor" in str(parsed(*worker, *metadata, "--ckpt-format", "fsdp_dtensor"))
+    dtensors = parsed(*worker, *metadata, "--ckpt-format", "fsdp_dtensor")
+    assert dtensors == CkptExtConfig(**VALID, ckpt_format="fsdp_dtensor")
     remote = ["--save", "msc://profile/run"]
     assert parsed(*worker, *metadata, *remote, "--enable-msc") == CkptExtConfig(
         **{**VALID, "save": "msc://profile/run"}, enable_msc=True

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-__all__ = ["LOAD_BASE", "nvrx_version", "unfinalized_saves", "unsupported_reason"]
+__all__ = ["LOAD_BASE", "nvrx_version", "unfinalized_saves", "unsupported_megatron", "unsupported_reason"]
 
 SUPPORTED_MEGATRON: Final = ("0.19", "0.20")
 """From this version on, and below that one."""
@@ -20,17 +20,22 @@ LOAD_BASE: Final = "_load_base_checkpoint"
 
 def unsupported_reason() -> str | None:
     """Say why the installed versions are not supported, or ``None``."""
-    import megatron.core
-
-    megatron = Version(megatron.core.__version__)
-    if not _within(megatron, SUPPORTED_MEGATRON):
-        return _sentence("megatron-core", megatron, SUPPORTED_MEGATRON)
+    if (megatron := unsupported_megatron()) is not None:
+        return megatron
     nvrx = nvrx_version()
     if nvrx is None:
         return "nvidia-resiliency-ext is not installed"
     if not _within(Version(nvrx), SUPPORTED_NVRX):
         return _sentence("nvidia-resiliency-ext", Version(nvrx), SUPPORTED_NVRX)
     return None
+
+
+def unsupported_megatron() -> str | None:
+    """Say why the installed Megatron is not supported, whatever there is of NVRx; or ``None``."""
+    import megatron.core
+
+    megatron = Version(megatron.core.__version__)
+    return None if _within(megatron, SUPPORTED_MEGATRON) else _sentence("megatron-core", megatron, SUPPORTED_MEGATRON)
 
 
 def unfinalized_saves() -> int:

@@ -14,13 +14,21 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt_ext.arguments.flags import FLAGS, add_ckpt_ext_args
-from megatron_ckpt_ext.compat.megatron_training import LOAD_BASE, unfinalized_saves, unsupported_reason
+from megatron_ckpt_ext.compat.megatron_training import (
+    LOAD_BASE,
+    unfinalized_saves,
+    unsupported_megatron,
+    unsupported_reason,
+)
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
+from megatron_ckpt_ext.integrations.megatron_fsdp import can_save_asynchronously, save_synchronously
 from megatron_ckpt_ext.integrations.session import MegatronSession
 from megatron_ckpt_ext.replacements import Replacement, Replacements
+from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import find_facts
 
 if TYPE_CHECKING:
+    from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
     from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter
 
 __all__ = ["Installation", "install"]
@@ -34,27 +42,30 @@ class Installation:
     """What ``install`` did. Owns the replaced names and the session of the job.
 
     Attributes:
-        unsupported: why only the flags were installed and saves are stock; ``None`` if everything was.
+        unsupported: why only the flags were installed and saves are stock; ``None`` if everything was. Where it is
+            NVRx alone, saves of ``fsdp_dtensor`` are ours nevertheless, and synchronous.
         hooks: the names that were replaced.
         session: the package in the running job; ``None`` before Megatron is initialised.
     """
 
     def __init__(self) -> None:
         """Replace the names of the importable Megatron."""
-        self.unsupported = unsupported_reason()
+        self.unsupported = unsupported_reason() or find_facts(async_save=True).problem or None
         self.session: MegatronSession | None = None
         self._config = CkptExtConfig()
         self._warm: WarmWriter | None = None
+        self._probed: ProbedWarmWriter | None = None
         self._replacements = Replacements()
-        hooks = list(self._flag_hooks() if self.unsupported else self._all_hooks())
+        hooks = list(self._hooks())
         self.hooks = tuple(f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in hooks)
         self._replacements.apply(hooks)
 
     def close(self) -> None:
         """Put every name back and end the session. Safe to call twice."""
         self._replacements.__exit__()
-        if self._warm is not None:
-            self._warm.close()
+        for warm in (self._warm, self._probed):
+            if warm is not None:
+                warm.close()
         if self.session is not None:
             self.session.close()
 
@@ -78,34 +89,52 @@ class Installation:
         setattr(add_megatron_arguments, _MARK, self)
         yield arguments, "add_megatron_arguments", add_megatron_arguments
 
-    def _all_hooks(self) -> Iterator[Replacement]:
-        from megatron.training import arguments, async_utils, checkpointing, training
+    def _hooks(self) -> Iterator[Replacement]:
+        if self.unsupported is None:
+            return self._all_hooks()
+        return self._flag_hooks() if unsupported_megatron() else self._dtensor_hooks()
 
-        from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
+    def _dtensor_hooks(self) -> Iterator[Replacement]:
+        """What saves and loads of ``fsdp_dtensor`` need, with NVRx and without."""
+        from megatron.training import arguments, checkpointing, training
+
+        from megatron_ckpt_ext.integrations.megatron_fsdp import fsdp_hooks
         from megatron_ckpt_ext.integrations.tracker import AtomicTracker, explaining_loader, explaining_reader
 
         yield from self._flag_hooks()
         yield arguments, "validate_args", self._checking(arguments.validate_args)
         yield training, "initialize_megatron", self._starting(training.initialize_megatron)
+        yield checkpointing, "maybe_msc", AtomicTracker(checkpointing.maybe_msc)
+        yield checkpointing, "read_metadata", explaining_reader(checkpointing.read_metadata)
+        yield checkpointing, LOAD_BASE, explaining_loader(getattr(checkpointing, LOAD_BASE))
+        observed = self._saving(checkpointing.save_checkpoint)
+        yield checkpointing, "save_checkpoint", observed
+        yield training, "save_checkpoint", observed
+        yield from fsdp_hooks(lambda: None if self.session is None else self.session.fsdp)
+
+    def _all_hooks(self) -> Iterator[Replacement]:
+        from megatron.training import async_utils, checkpointing, training
+
+        from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
+
+        yield from self._dtensor_hooks()
         yield async_utils, "get_async_strategy", self._choosing(async_utils.get_async_strategy)
         yield checkpointing, "TorchDistSaveShardedStrategy", self._strategy
         yield checkpointing, "FullyParallelSaveStrategyWrapper", self._wrapper
         yield checkpointing, "dist_checkpointing", DistCheckpointing(checkpointing.dist_checkpointing)
-        yield checkpointing, "maybe_msc", AtomicTracker(checkpointing.maybe_msc)
-        yield checkpointing, "read_metadata", explaining_reader(checkpointing.read_metadata)
-        yield checkpointing, LOAD_BASE, explaining_loader(getattr(checkpointing, LOAD_BASE))
         yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
-        observed = self._saving(checkpointing.save_checkpoint)
-        yield checkpointing, "save_checkpoint", observed
-        yield training, "save_checkpoint", observed
         yield training, "maybe_finalize_async_save", self._finalizing(training.maybe_finalize_async_save)
 
     def _checking(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
             # Before Megatron's own validation: that clears async_save where the persistent worker is missing.
-            self.check(args)
-            return stock(args, *rest, **options)
+            if self.unsupported is None or getattr(args, "ckpt_format", None) == "fsdp_dtensor":
+                self.check(args)
+            result = stock(args, *rest, **options)
+            if self._config.saves_dtensors and not can_save_asynchronously():
+                save_synchronously(args)  # else Megatron starts a writer that this rank cannot have
+            return result
 
         return validate_args
 
@@ -115,11 +144,14 @@ class Installation:
             from megatron.training import get_args
 
             result = stock(*args, **options)
+            if self.unsupported and self._config.ckpt_format != "fsdp_dtensor":
+                _warn_of_stock_saves(self.unsupported)
+                return result
             if getattr(get_args(), "yaml_cfg", None) is not None:
                 _refuse_lost_flags()
             if self.session is not None:  # of the job before an in-process restart
                 self.session.close()
-            self.session = MegatronSession(get_args(), self._config)
+            self.session = MegatronSession(get_args(), self._config, self._probed)
             atexit.register(self.session.close)
             return result
 
@@ -134,7 +166,7 @@ class Installation:
         @wraps(stock)
         def get_async_strategy(name: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
             name, found = stock(name, module)
-            if name == "nvrx" and self._config.owns_queue:
+            if self._config.saves_dtensors or (name == "nvrx" and self._config.owns_queue):
                 if module is None:
                     found = {**found, **{each: replace(found[each]) for each, replace in ours.items()}}
                 elif module in ours:
@@ -144,18 +176,25 @@ class Installation:
         return get_async_strategy
 
     def _queue_class(self) -> type:
+        from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
         from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue, save_timeout
 
+        timeout = save_timeout(self._config)
+        if self._config.saves_dtensors:
+            if self._probed is None:
+                self._probed = ProbedWarmWriter(timeout)
+            return megatron_queue(self._probed, timeout)
         if self._warm is None:
             self._warm = WarmWriter()
-        return megatron_queue(self._warm, save_timeout(self._config))
+        return megatron_queue(self._warm, timeout)
 
     def _results_queue(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron forks a process for the results of writers before training; in ours they come in the answers."""
 
         @wraps(stock)
         def get_write_results_queue(mp_mode: str = "spawn") -> Any:
-            return None if self._config.ckpt_metadata is not None else stock(mp_mode="spawn")
+            in_answers = self._config.ckpt_metadata is not None or self._config.saves_dtensors
+            return None if in_answers else stock(mp_mode="spawn")
 
         return get_write_results_queue
 
@@ -178,9 +217,14 @@ class Installation:
         @wraps(stock)
         def save_checkpoint(iteration: int, *args: Any, **options: Any) -> Any:
             session = self.session
-            if session is None or session.observer is None:
+            if session is None:
                 return stock(iteration, *args, **options)
-            return session.observer.saving(iteration, lambda: stock(iteration, *args, **options), reason=session.reason)
+            with session.saving():
+                if session.observer is None:
+                    return stock(iteration, *args, **options)
+                return session.observer.saving(
+                    iteration, lambda: stock(iteration, *args, **options), reason=session.reason
+                )
 
         return save_checkpoint
 
@@ -219,6 +263,11 @@ def _refuse_lost_flags() -> None:
         )
 
 
+def _warn_of_stock_saves(reason: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("megatron-ckpt-ext: saves are stock: %s.", reason)
+
+
 def install(args: Namespace | None = None) -> Installation:
     """Install the package into the Megatron that is importable now. Idempotent; no collectives.
 
@@ -239,8 +288,8 @@ def install(args: Namespace | None = None) -> Installation:
     installation: Installation | None = getattr(arguments.add_megatron_arguments, _MARK, None)
     if installation is None:
         installation = Installation()
-        if installation.unsupported and os.environ.get("RANK", "0") == "0":
-            logger.warning("megatron-ckpt-ext: saves are stock: %s.", installation.unsupported)
+        if unsupported_megatron() and installation.unsupported:
+            _warn_of_stock_saves(installation.unsupported)
     if args is not None:
         installation.check(args)
     return installation

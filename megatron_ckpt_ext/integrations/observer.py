@@ -45,6 +45,7 @@ class SaveObserver:
         self._counter = CollectiveCounter()
         self._counter.start()
         self._in_flight: deque[int] = deque()
+        self._saving: int | None = None
         self._stage = Measured()
         self._commit = Measured()
 
@@ -52,8 +53,12 @@ class SaveObserver:
         """Run ``save_checkpoint`` for ``step`` and record ``plan``, and ``stage`` if it scheduled anything."""
         self._stage = Measured()
         plan = Measured()
-        with self._measure(Phase.PLAN, plan):
-            result = save()
+        self._saving = step
+        try:
+            with self._measure(Phase.PLAN, plan):
+                result = save()
+        finally:
+            self._saving = None
         plan.seconds -= self._stage.seconds
         self._record(Phase.PLAN, step, plan, reason=reason)
         if self._stage.seconds:
@@ -94,8 +99,9 @@ class SaveObserver:
         self._record(Phase.COMMIT, self._in_flight.popleft(), commit, items=items, size=size, reason=reason)
 
     def rebuilt(self, reason: str) -> None:
-        """Record that the save which is being finalized was rebuilt, inside ``finalizing``."""
-        self._record(Phase.REBUILD, self._in_flight[0], Measured(), reason=reason)
+        """Record that a save was rebuilt: that which is being finalized, or, inside ``saving``, a synchronous one."""
+        step = self._in_flight[0] if self._saving is None else self._saving
+        self._record(Phase.REBUILD, step, Measured(), reason=reason)
 
     def close(self) -> None:
         """Stop counting and close the file. Safe to call twice."""

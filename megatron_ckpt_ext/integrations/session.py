@@ -4,20 +4,25 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.commit import Committed, How, OnDrift
-from megatron_ckpt_ext.commit.queue import group_timeout
 from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import fingerprint_of
-from megatron_ckpt_ext.integrations.megatron_queue import save_timeout
+from megatron_ckpt_ext.integrations.megatron_fsdp import MegatronFsdp, can_save_asynchronously, dtensor_fingerprint
 from megatron_ckpt_ext.integrations.observer import SaveObserver
 from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
-from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
+from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+
+if TYPE_CHECKING:
+    from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
+    from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
 __all__ = ["MegatronSession"]
 
@@ -30,27 +35,36 @@ class MegatronSession:
     Attributes:
         action: what the job does with prepared metadata.
         observer: records events; ``None`` without ``--ckpt-events``.
+        fsdp: its saves and loads of ``fsdp_dtensor``; ``None`` with another format.
     """
 
-    def __init__(self, args: Namespace, config: CkptExtConfig) -> None:
+    def __init__(self, args: Namespace, config: CkptExtConfig, warm: "ProbedWarmWriter | None" = None) -> None:
         """Decide with all ranks what this job does.
 
         Called on all ranks, after Megatron has initialised torch.distributed: one MIN all_reduce, and one new gloo
-        group where prepared metadata is used.
+        group where prepared metadata is used. With ``fsdp_dtensor`` that group, and what ``MegatronFsdp`` needs.
+
+        Args:
+            args: of Megatron.
+            config: what was asked for.
+            warm: the writer process that was started, for ``fsdp_dtensor``.
 
         Raises:
             ConfigurationError: on every rank, with the same sentence.
         """
         self._config = config
+        has_dtensors = config.ckpt_format == "fsdp_dtensor"
         self._fingerprint = fingerprint_of(args)
+        if has_dtensors:
+            self._fingerprint = dtensor_fingerprint(self._fingerprint, args)
         self._strategy: PreparedSaveStrategy | None = None
         self.observer: SaveObserver | None = None
         self._finding = agree_on_start(self._examine(), config)
         self.action = self._finding.action
         # A CPU group of our own: nothing synchronises the GPU, and nobody else's collectives come in between.
-        own_group = self.action is not Action.NOTHING and args.use_gloo_process_groups
-        timeout = group_timeout(save_timeout(config))
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if own_group else None
+        own_group = (self.action is not Action.NOTHING or has_dtensors) and args.use_gloo_process_groups
+        self._group: Any = dist.new_group(backend="gloo", timeout=_group_timeout(config)) if own_group else None
+        self.fsdp = self._start_fsdp(args, warm) if has_dtensors else None
         if self.action is not Action.NOTHING:
             self._announce(self._finding)
 
@@ -64,10 +78,23 @@ class MegatronSession:
             return Finding(action=Action.STOP, reason=str(error))
         return examine(self._config, self._fingerprint, rank, dist.get_world_size())
 
+    def _start_fsdp(self, args: Namespace, warm: "ProbedWarmWriter | None") -> MegatronFsdp:
+        return MegatronFsdp.start(
+            args,
+            self._config,
+            group=self._group,
+            fingerprint=self._fingerprint,
+            prepared=self._finding.prepared,
+            on_commit=self._committed,
+            warm=warm,
+        )
+
     def strategy(self, *args: Any, **kwargs: Any) -> TorchDistSaveShardedStrategy:
         """Build the save strategy where Megatron builds its own, with the same arguments. No collectives."""
         if self.action is Action.NOTHING:
             return TorchDistSaveShardedStrategy(*args, **kwargs)
+        from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
+
         prepared = self._finding.prepared if self._strategy is None else self._strategy.prepared
         self._strategy = PreparedSaveStrategy(
             *args,
@@ -82,9 +109,13 @@ class MegatronSession:
         )
         return self._strategy
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Enter this around ``save_checkpoint``. No collectives."""
+        return nullcontext() if self.fsdp is None else self.fsdp.saving()
+
     def written(self) -> tuple[int, int]:
         """Return items and bytes that this rank writes in each save, as far as known. No collectives."""
-        prepared = None if self._strategy is None else self._strategy.prepared
+        prepared = self._prepared
         if prepared is None:
             return 0, 0
         locators = prepared.slice.locators
@@ -92,9 +123,17 @@ class MegatronSession:
 
     @property
     def reason(self) -> str | None:
-        """Why the next save is planned together, where prepared metadata was asked for; else ``None``."""
-        pending = self._strategy is None or self._strategy.prepared is None
-        return self._finding.reason if self.action is Action.CREATE and pending else None
+        """Why the next save is synchronous, or planned together where prepared metadata was asked for; or ``None``."""
+        if self.fsdp is not None and self.fsdp.reason is not None:
+            return self.fsdp.reason
+        return self._finding.reason if self.action is Action.CREATE and self._prepared is None else None
+
+    @property
+    def _prepared(self) -> PreparedMetadata | None:
+        """The layout that the next save follows."""
+        if self.fsdp is not None:
+            return None if self.fsdp.saver is None else self.fsdp.saver.prepared
+        return None if self._strategy is None else self._strategy.prepared
 
     def close(self) -> None:
         """Close the events file and stop counting. Safe to call twice; the process group ends with the job."""
@@ -115,3 +154,13 @@ class MegatronSession:
             if warning != finding.reason:
                 logger.warning("%s", warning)
         print(f"megatron-ckpt: {finding.reason}.", file=sys.stderr, flush=True)
+
+
+def _group_timeout(config: CkptExtConfig) -> timedelta | None:
+    """Return how long ranks wait for each other; ``None`` without NVRx, where no queue waits for anything."""
+    if not can_save_asynchronously():
+        return None
+    from megatron_ckpt_ext.commit.queue import group_timeout
+    from megatron_ckpt_ext.integrations.megatron_queue import save_timeout
+
+    return group_timeout(save_timeout(config))
