@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarantee_jobs import Scenes
+from scenes import Scenes
 
 pytest_plugins = ["guarantee_jobs"]
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from guarantee_jobs import Scenes
+from scenes import Scenes
 
 pytest_plugins = ["guarantee_jobs"]
 

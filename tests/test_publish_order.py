@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from guarantee_jobs import Scenes
+from scenes import Scenes
 
 from megatron_ckpt_ext.publish.clean import clear_for_save
 

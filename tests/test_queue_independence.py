@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from guarantee_jobs import Scenes
 from guarantee_scenarios import NO_ERROR
+from scenes import Scenes
 from workload import assert_holds
 
 pytest_plugins = ["guarantee_jobs"]

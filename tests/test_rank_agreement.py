@@ -1,8 +1,8 @@
 """What the ranks of a job do and raise is alike: with unequal delays, whoever fails, and whatever it raises."""
 
 import pytest
-from guarantee_jobs import Scenes
 from guarantee_scenarios import NO_ERROR
+from scenes import Scenes
 
 pytest_plugins = ["guarantee_jobs"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarantee_jobs import Scenes
+from scenes import Scenes
 
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
 from megatron_ckpt_ext.compat.nvrx import open_cuda_device

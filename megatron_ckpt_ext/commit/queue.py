@@ -25,14 +25,12 @@ from megatron_ckpt_ext.compat.nvrx import drain_before_reuse, forget_what_the_wr
 from megatron_ckpt_ext.write.lent_body import LentBody
 from megatron_ckpt_ext.write.nothing import write_nothing
 from megatron_ckpt_ext.write.worker import Call, ReceivedResults, ResultBox, WorkerSettings
-from megatron_ckpt_ext.write.writer import Writer
+from megatron_ckpt_ext.write.writer import DEFAULT_TIMEOUT, Writer
 
 __all__ = ["DEFAULT_TIMEOUT", "AsyncSaveQueue", "group_timeout"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a save may go on without moving a byte."""
 _POLL_SECONDS = 0.01
 _VOTES = 3
 """Most votes of one save, to number them."""

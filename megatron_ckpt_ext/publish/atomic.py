@@ -39,7 +39,12 @@ def write_file(path: str, chunks: Iterable[bytes]) -> None:
         OSError: an older file is untouched unless only the last step, which makes the rename durable, failed; an older
             object is untouched or replaced, and an older ``.metadata`` object does not count any more.
     """
-    storage_of(path).write(path, chunks)
+    staged = stage_file(path, chunks)
+    try:
+        staged.publish()
+    except BaseException:
+        staged.discard()
+        raise
 
 
 def remove_file(path: str) -> None:

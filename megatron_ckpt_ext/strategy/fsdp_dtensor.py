@@ -30,7 +30,7 @@ from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import Mode, agree_on_mode, de
 from megatron_ckpt_ext.strategy.fsdp_dtensor_synchronous import SynchronousWriter, commit_now
 from megatron_ckpt_ext.write.nothing import write_nothing
 from megatron_ckpt_ext.write.worker import WorkerSettings
-from megatron_ckpt_ext.write.writer import Writer
+from megatron_ckpt_ext.write.writer import DEFAULT_TIMEOUT, Writer
 
 if TYPE_CHECKING:
     from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
@@ -245,7 +245,7 @@ class FsdpDtensorSaver:
     ) -> Mode:
         facts, writer = find_facts(async_save=async_save), None
         settings = settings or self._worker_settings
-        limit = timeout or timedelta(minutes=30)
+        limit = timeout or DEFAULT_TIMEOUT
         if decide_mode(facts).asynchronous:
             writer, problem = probed_writer(start_writer, settings(), limit)
             facts = replace(facts, problem=problem)

@@ -14,8 +14,10 @@ from megatron_ckpt_ext.write.seal import Sealed, discard
 from megatron_ckpt_ext.write.snapshot import pickle_snapshot
 from megatron_ckpt_ext.write.worker import Answer, Call, Kind, WorkerSettings, serve
 
-__all__ = ["CallState", "Writer"]
+__all__ = ["DEFAULT_TIMEOUT", "CallState", "Writer"]
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a save may go on without moving a byte."""
 _POLL_SECONDS = 0.05
 
 

@@ -108,20 +108,6 @@ class Files:
             raise
         return staged
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Stage and publish.
-
-        Raises:
-            OSError: nothing is left behind; the older file, if any, is untouched unless only the last step, which
-                makes the rename durable, failed.
-        """
-        staged = self.stage(path, chunks)
-        try:
-            staged.publish()
-        except BaseException:
-            staged.discard()
-            raise
-
     def sync_names(self, directory: str) -> None:
         """Sync the directory, if it is there."""
         with contextlib.suppress(FileNotFoundError):

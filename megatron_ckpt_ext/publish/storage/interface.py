@@ -70,9 +70,6 @@ class Storage(Protocol):
             OSError: nothing that counts is left behind.
         """
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Make a file appear whole, and count."""
-
     def sync_names(self, directory: str) -> None:
         """Make the names in a directory durable, where that is not so by itself."""
 

@@ -125,19 +125,6 @@ class Objects:
         _put(url, content)
         return StagedObject(marker, Marker.of(METADATA_FILE, content).to_bytes(), url)
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Stage and publish.
-
-        Raises:
-            OSError: an older object may be there; an older ``.metadata`` does not count any more.
-        """
-        staged = self.stage(path, chunks)
-        try:
-            staged.publish()
-        except BaseException:
-            staged.discard()
-            raise
-
     def sync_names(self, directory: str) -> None:
         """Do nothing: an object that was uploaded has its name."""
 
