@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
 def run_rank(script: Path, arguments: Sequence[str], *, cpu: bool) -> None:
     """Run ``script`` as ``__main__`` of this process; what it raises, ``SystemExit`` included, passes through.
 
-    Called on all ranks; no collectives of its own. Raises ``CudaWorksError`` for ``cpu`` on a machine with
-    CUDA.
+    A script that succeeds and still has process groups leaves them. Called on all ranks; no collectives of its own.
+    Raises ``CudaWorksError`` for ``cpu`` on a machine with CUDA.
     """
     sys.path.insert(0, str(script.resolve().parent))  # its own modules win, as they do under `python SCRIPT`
     with ExitStack() as stack:
@@ -53,7 +53,24 @@ def run_rank(script: Path, arguments: Sequence[str], *, cpu: bool) -> None:
             os.environ[EMULATING] = "1"
             say("CPU emulation is on: CUDA names act on CPU tensors, for tests and laptops only.")
         _install()
-        _run_as_main(script, arguments)
+        try:
+            _run_as_main(script, arguments)
+        except SystemExit as end:
+            if not end.code:
+                _leave_groups()
+            raise
+        _leave_groups()
+
+
+def _leave_groups() -> None:
+    """End torch's process groups, which Megatron never does.
+
+    A thread of gloo that still holds a Python tensor when the interpreter ends aborts the process (PyTorch issue
+    190489): a job that had saved everything ended with SIGABRT. Not after a failure: peers may be in a collective.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _install() -> None:

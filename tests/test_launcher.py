@@ -123,6 +123,28 @@ def test_ranks_are_started_and_the_first_failure_is_the_exit_code(probe: Path, t
         assert report["child"] == {"main": str(LAUNCH), "heavy": ["torch"], "emulated": True}
 
 
+GROUPS = """
+import atexit, sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: print("groups are left:", not dist.is_initialized()))
+if sys.argv[1:]:
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@needs_no_cuda
+@pytest.mark.parametrize(("code", "left"), [((), True), (("0",), True), (("3",), False)])
+def test_a_script_that_succeeded_leaves_its_groups(code: tuple[str, ...], left: bool, tmp_path: Path) -> None:
+    (tmp_path / "groups.py").write_text(GROUPS)
+
+    done = run("--cpu", tmp_path / "groups.py", *code, folder=tmp_path)
+
+    assert done.returncode == int("".join(code) or 0)
+    assert f"groups are left: {left}" in done.stdout
+
+
 @needs_no_cuda
 def test_what_the_operator_has_to_correct_is_one_line_a_rank(tmp_path: Path) -> None:
     job = ["--cpu", "--nproc", 2, "--recipe", RECIPE, SCRIPT, "--ckpt-metadata", tmp_path]
