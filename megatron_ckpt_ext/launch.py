@@ -6,8 +6,10 @@ nothing heavy and never runs the script there.
 """
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -53,23 +55,24 @@ def run_rank(script: Path, arguments: Sequence[str], *, cpu: bool) -> None:
             os.environ[EMULATING] = "1"
             say("CPU emulation is on: CUDA names act on CPU tensors, for tests and laptops only.")
         _install()
+        failed = threading.Event()
+        atexit.register(_leave_groups, failed)  # first, so that what the script registers still has its groups
         try:
             _run_as_main(script, arguments)
-        except SystemExit as end:
-            if not end.code:
-                _leave_groups()
+        except BaseException as end:
+            if not isinstance(end, SystemExit) or end.code:
+                failed.set()
             raise
-        _leave_groups()
 
 
-def _leave_groups() -> None:
+def _leave_groups(failed: threading.Event) -> None:
     """End torch's process groups, which Megatron never does.
 
     A thread of gloo that still holds a Python tensor when the interpreter ends aborts the process (PyTorch issue
     190489): a job that had saved everything ended with SIGABRT. Not after a failure: peers may be in a collective.
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if not failed.is_set() and distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
