@@ -56,6 +56,11 @@ ROWS = (
         why="Judges what is complete by what its metadata says; it reads, and no save waits for it.",
     ),
     Row(
+        name="staging",
+        may=("compat", "errors"),
+        why="Copies a state dict into host memory; it knows no files and no ranks.",
+    ),
+    Row(
         name="write",
         may=("compat", "errors", "metadata", "publish.atomic"),
         why="Runs in another process: it compares and makes files durable there, and knows no plan and no vote.",

@@ -17,7 +17,7 @@ from ranks import RankPool
 from megatron_ckpt_ext.collectives import CollectiveCounter
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
-from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
+from megatron_ckpt_ext.strategy.startup import Action, Finding, agree_on_start, examine
 
 NOBODY = 65534
 PLAIN = pickle.dumps(layout(2))
@@ -34,11 +34,11 @@ def config_for(path: Path | str, *, create: bool = False, **others: Any) -> Ckpt
 
 def found(path: Path | str, *, create: bool, rank: int = 0, world_size: int = 2) -> Finding:
     settings = replace(FINGERPRINT, world_size=world_size)
-    return examine(config_for(path, create=create), settings, rank, world_size)
+    return examine(str(path), settings, rank, world_size, create=create)
 
 
 def test_without_the_flag_nothing_is_done() -> None:
-    finding = examine(CkptExtConfig(), FINGERPRINT, 0, 2)
+    finding = examine(None, FINGERPRINT, 0, 2, create=False)
 
     assert finding.action is Action.NOTHING
     assert finding.prepared is None
@@ -196,7 +196,7 @@ def test_a_version_difference_is_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "prepared"
     path.write_bytes(FITTING)
 
-    finding = examine(config_for(path), replace(FINGERPRINT, torch_version="2.15.0"), 0, 2)
+    finding = examine(str(path), replace(FINGERPRINT, torch_version="2.15.0"), 0, 2, create=False)
 
     assert finding.action is Action.REUSE
     (warning,) = finding.warnings
@@ -231,7 +231,9 @@ def _start_on_rank(directories: list[str], configs: list[CkptExtConfig]) -> Star
     settings = replace(FINGERPRINT, world_size=world_size)
     with contextlib.chdir(directories[rank]), CollectiveCounter() as counter, counter.phase("start") as tally:
         try:
-            decision = agree_on_start(examine(config, settings, rank, world_size), config)
+            decision = agree_on_start(
+                examine(config.ckpt_metadata, settings, rank, world_size, create=config.ckpt_metadata_create), config
+            )
         except ConfigurationError as error:
             return Start(action=None, text=str(error), has_part=False, collectives=tally.counts)
     return Start(

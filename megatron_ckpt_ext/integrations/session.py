@@ -17,8 +17,8 @@ from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import fingerprint_of
 from megatron_ckpt_ext.integrations.megatron_fsdp import MegatronFsdp, can_save_asynchronously, dtensor_fingerprint
 from megatron_ckpt_ext.integrations.observer import SaveObserver
-from megatron_ckpt_ext.integrations.startup import Action, Finding, agree_on_start, examine
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+from megatron_ckpt_ext.strategy.startup import Action, Finding, agree_on_start, examine
 
 if TYPE_CHECKING:
     from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
@@ -76,7 +76,14 @@ class MegatronSession:
                 self.observer = SaveObserver(self._config.ckpt_events, rank, self._checkpoint_path)
         except ConfigurationError as error:
             return Finding(action=Action.STOP, reason=str(error))
-        return examine(self._config, self._fingerprint, rank, dist.get_world_size())
+        config = self._config
+        return examine(
+            config.ckpt_metadata,
+            self._fingerprint,
+            rank,
+            dist.get_world_size(),
+            create=config.ckpt_metadata_create,
+        )
 
     def _start_fsdp(self, args: Namespace, warm: "ProbedWarmWriter | None") -> MegatronFsdp:
         return MegatronFsdp.start(

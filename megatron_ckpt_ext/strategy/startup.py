@@ -6,14 +6,14 @@ damaged or missing for one rank stops all of them with the same sentence.
 
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.prepared_file import is_checkpoint_file
 from megatron_ckpt_ext.commit.status import reduce_min
-from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError, PreparedFileError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.prepared import FingerprintMismatchError, PreparedMetadata
@@ -48,26 +48,26 @@ class Finding:
     """What else the operator should know."""
 
 
-def examine(config: CkptExtConfig, current: Fingerprint, rank: int, world_size: int) -> Finding:
+def examine(path: str | None, current: Fingerprint, rank: int, world_size: int, *, create: bool) -> Finding:
     """Look at the prepared file. No collectives, no side effects.
 
     Args:
-        config: what was asked for.
+        path: of ``--ckpt-metadata``.
         current: settings of this job.
         rank: this rank.
         world_size: number of ranks.
+        create: whether ``--ckpt-metadata-create`` was given.
     """
-    path = config.ckpt_metadata
     if path is None:
         return Finding(action=Action.NOTHING, reason="no --ckpt-metadata")
-    if problem := _location_problem(path, create=config.ckpt_metadata_create):
+    if problem := _location_problem(path, create=create):
         return Finding(action=Action.STOP, reason=f"--ckpt-metadata {path}: {problem}")
     if not os.path.exists(path):
         return Finding(action=Action.CREATE, reason=f"{path} is not there yet, the first save makes it")
     try:
         prepared = PreparedMetadata.load(path, rank, world_size, expected=current)
     except FingerprintMismatchError as error:
-        if config.ckpt_metadata_create and error.ours:
+        if create and error.ours:
             listed = "; ".join(str(difference) for difference in error.differences)
             reason = f"{path} does not fit this job ({listed}), the first save replaces it"
             return Finding(action=Action.CREATE, reason=reason, warnings=(reason,))
@@ -84,12 +84,15 @@ def examine(config: CkptExtConfig, current: Fingerprint, rank: int, world_size: 
     )
 
 
-def agree_on_start(finding: Finding, config: CkptExtConfig, group: dist.ProcessGroup | None = None) -> Finding:
+def agree_on_start(finding: Finding, config: Any, group: dist.ProcessGroup | None = None) -> Finding:
     """Make every rank's finding one decision. Called on all ranks: one MIN all_reduce; a broadcast before it stops.
+
+    A process without a process group is the only rank.
 
     Args:
         finding: of this rank.
-        config: of this rank.
+        config: settings of this rank, a dataclass that all ranks must have alike; with ``ckpt_metadata`` and
+            ``ckpt_metadata_create``.
         group: all ranks of the job; ``None`` is the default group.
 
     Returns:
@@ -98,6 +101,10 @@ def agree_on_start(finding: Finding, config: CkptExtConfig, group: dist.ProcessG
     Raises:
         ConfigurationError: on every rank, with the sentence of the lowest rank that must stop.
     """
+    if not dist.is_initialized():
+        if finding.action is Action.STOP:
+            raise ConfigurationError(finding.reason)
+        return finding
     settings, file = _digest(repr(config)), _digest(_identity(finding))
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     stopping = rank if finding.action is Action.STOP else world_size
@@ -156,10 +163,10 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def _differing_settings(config: CkptExtConfig, group: dist.ProcessGroup | None) -> str:
-    everyone: list[CkptExtConfig | None] = [None] * dist.get_world_size(group)
+def _differing_settings(config: Any, group: dist.ProcessGroup | None) -> str:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, config, group=group)
-    for name in CkptExtConfig.__dataclass_fields__:
+    for name in (each.name for each in fields(config)):
         values = [getattr(each, name) for each in everyone]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
