@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from workload import heard
 
 from megatron_ckpt_ext.commit.commit import How, OnDrift
-from megatron_ckpt_ext.commit.failures import MetadataReuseError, WriteFailedError
+from megatron_ckpt_ext.commit.failures import MetadataReuseError, SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver
 
@@ -201,3 +201,56 @@ def resumed_from_plain_on_rank(directory: str) -> list[str]:
 
 def test_any_checkpoint_can_be_followed(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(resumed_from_plain_on_rank, str(tmp_path)) == [[REUSED, REUSED]] * 2
+
+
+class Unsaveable:
+    """A stateful part of a trainer that has no state on one rank."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def state_dict(self) -> StateDict:
+        if dist.get_rank() == 1:
+            raise RuntimeError("this optimizer has no state")
+        return self.trainer.state()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        raise NotImplementedError
+
+
+def plain_on_rank(trainer: Trainer) -> StateDict:
+    """A rank's own part of the optimizer state, without its placement."""
+    state = trainer.state()
+    if dist.get_rank() == 1:
+        state["state"] = {"1.weight": {"exp_avg": torch.zeros(trainer.state()["model"]["1.weight"].shape)}}
+    return state
+
+
+REFUSED: dict[str, tuple[Callable[[Trainer], Any], str]] = {
+    "stateful": (lambda trainer: {"part": Unsaveable(trainer)}, "RuntimeError: this optimizer has no state"),
+    "plain_state": (plain_on_rank, "state.1.weight.exp_avg"),
+}
+
+
+def refused_on_rank(directory: str, kind: str, follows: bool) -> tuple[str, list[str]]:
+    """A save that one rank cannot plan, first of a job or behind another one; then one that it can."""
+    trainer, how = Trainer(3), []
+    with FsdpDtensorSaver(mode=INLINE) as saver:
+        if follows:
+            how.append(saved(saver, f"{directory}/0", trainer.state()).how)
+        with pytest.raises(SaveFailedError) as error:
+            finish(saver, f"{directory}/1", REFUSED[kind][0](trainer))
+        how += [saved(saver, f"{directory}/{number}", trainer.state()).how for number in (2, 3)]
+    return str(error.value), how
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["first", "follows"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_one_rank_cannot_save_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, follows: bool) -> None:
+    found = ranks.run(refused_on_rank, str(tmp_path), kind, follows, world_size=2)
+
+    for cause, how in found:
+        assert "rank 1: " in cause and REFUSED[kind][1] in cause
+        assert how[-2:] == [TOGETHER, REUSED]
+    assert found[0] == found[1]
+    assert not (tmp_path / "1" / ".metadata").exists()

@@ -1,7 +1,7 @@
 """Planning a save of DTensors: alone where there is a layout to follow, else with one exchange."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ class KnownPlan:
 
 
 def plan_dtensors(
-    state_dict: Mapping[str, Any],
+    state_dict: Callable[[], Mapping[str, Any]],
     wrapper: Any,
     *,
     directory: str,
@@ -51,7 +51,7 @@ def plan_dtensors(
     its ``.metadata`` first.
 
     Args:
-        state_dict: flat or nested, of DTensors, tensors and objects.
+        state_dict: returns it: flat or nested, of DTensors, tensors and objects. What it raises is told to all ranks.
         wrapper: torch's ``_DistWrapper`` of the save.
         directory: of the checkpoint.
         prepared: the layout to follow.
@@ -63,12 +63,13 @@ def plan_dtensors(
 
     Raises:
         ExchangeError: without a layout, on every rank: the plans do not fit together.
-        ConfigurationError: with a layout, on this rank: a value cannot be saved. It has to vote.
+        ConfigurationError: with a layout, on this rank: a value cannot be saved. It has to vote; so it has after what
+            ``state_dict`` raises.
     """
     if prepared is None:
         return _plan_together(state_dict, wrapper, directory=directory, uneven=uneven), None
     _clear(directory, wrapper)
-    planner = DtensorSavePlanner(state_dict, prepared)
+    planner = DtensorSavePlanner(state_dict(), prepared)
     holdings = DtensorHoldings.of(planner.state_dict)
     if known is None or known.prepared is not prepared or known.holdings != holdings:
         refuse_plain_optimizer_state(holdings.entries)
@@ -91,12 +92,14 @@ def plan_dtensors(
     return planned, known
 
 
-def _plan_together(state_dict: Mapping[str, Any], wrapper: Any, *, directory: str, uneven: bool) -> PlannedSave:
+def _plan_together(
+    state_dict: Callable[[], Mapping[str, Any]], wrapper: Any, *, directory: str, uneven: bool
+) -> PlannedSave:
     made: list[tuple[DtensorSavePlanner, list[Placed]]] = []
 
     def part() -> tuple[SavePlan, Sequence[Entry]]:
         _clear(directory, wrapper)
-        planner = DtensorSavePlanner(state_dict, None)
+        planner = DtensorSavePlanner(state_dict(), None)
         entries = DtensorHoldings.of(planner.state_dict).entries
         refuse_plain_optimizer_state(entries)
         placed = [

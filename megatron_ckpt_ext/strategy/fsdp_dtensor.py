@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["FinishedSave", "FsdpDtensorSaver", "StartedSave", "save_fsdp_dtensor"]
+__all__ = ["FinishedSave", "FsdpDtensorSaver", "StartedSave", "StateDict", "save_fsdp_dtensor"]
+
+type StateDict = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""A state dict, or what returns it when the save is planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +161,7 @@ class FsdpDtensorSaver:
         """Close; what is in flight is given up if there is an error."""
         self.close(abort=error is not None)
 
-    def save(self, state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> StartedSave | FinishedSave:
+    def save(self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> StartedSave | FinishedSave:
         """Save. Called on all ranks; no collectives before it returns if it follows a layout and is asynchronous.
 
         Without a layout: one gather_object and one scatter_object_list. A save that follows a layout and that this rank
@@ -166,7 +169,8 @@ class FsdpDtensorSaver:
 
         Args:
             state_dict: flat or nested, of DTensors, tensors and objects. Plain tensors and objects must be equal on all
-                ranks that have them: one rank's are saved.
+                ranks that have them: one rank's are saved. If it is a function, what that raises fails the save, on
+                every rank, as any value does that this rank cannot save.
             checkpoint_dir: made if it is not there.
 
         Raises:
@@ -188,7 +192,7 @@ class FsdpDtensorSaver:
         return StartedSave(directory=directory, mode=self.mode, index=holder[0], saver=self)
 
     def request(
-        self, state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str], *, results_in_answer: bool = False
+        self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str], *, results_in_answer: bool = False
     ) -> Any:
         """Plan a save and return NVRx's request to write and finalize it, for a queue of the caller's.
 
@@ -272,16 +276,17 @@ class FsdpDtensorSaver:
     def _wrapper(self) -> Any:
         return DistWrapper(self._group, dist.is_initialized(), 0)
 
-    def _plan(self, state_dict: Mapping[str, Any], directory: str, wrapper: Any) -> PlannedSave:
-        plain = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
+    def _plan(self, state_dict: StateDict, directory: str, wrapper: Any) -> PlannedSave:
+        def plain() -> dict[str, Any]:
+            made = state_dict() if callable(state_dict) else state_dict
+            return {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in made.items()}
+
         planned, self._known = plan_dtensors(
             plain, wrapper, directory=directory, prepared=self.prepared, uneven=self._uneven, known=self._known
         )
         return planned
 
-    def _planned(
-        self, state_dict: Mapping[str, Any], directory: str, wrapper: Any, writer: Any, write: Any
-    ) -> PlannedSave:
+    def _planned(self, state_dict: StateDict, directory: str, wrapper: Any, writer: Any, write: Any) -> PlannedSave:
         """Plan, and hand what is to be written to ``write``; what goes wrong on this rank alone becomes its vote."""
         try:
             planned = self._plan(state_dict, directory, wrapper)
@@ -296,7 +301,7 @@ class FsdpDtensorSaver:
             return failed_plan(error, self._group, self.prepared).global_metadata
         return planned
 
-    def _request(self, state_dict: Mapping[str, Any], directory: str, ended: Callable[[Committed], None]) -> Any:
+    def _request(self, state_dict: StateDict, directory: str, ended: Callable[[Committed], None]) -> Any:
         from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync
 
         wrapper = self._wrapper()
@@ -310,7 +315,7 @@ class FsdpDtensorSaver:
         commit = self._commit(writer if planned.failure is None else None, planned, wrapper, ended)
         return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
 
-    def _save_now(self, state_dict: Mapping[str, Any], directory: str) -> FinishedSave:
+    def _save_now(self, state_dict: StateDict, directory: str) -> FinishedSave:
         wrapper = self._wrapper()
         writer = SynchronousWriter(directory, thread_count=self._thread_count, owner=wrapper.rank)
         planned = self._planned(state_dict, directory, wrapper, writer, writer.write)
@@ -354,7 +359,7 @@ class FsdpDtensorSaver:
 
 
 def save_fsdp_dtensor(
-    state_dict: Mapping[str, Any],
+    state_dict: StateDict,
     checkpoint_dir: str | os.PathLike[str],
     *,
     saver: FsdpDtensorSaver | None = None,
