@@ -115,3 +115,33 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, name: str
         ConfigurationError, match=rf"the checkpoint directory '.*{name}' cannot be listed: {why}\. Name"
     ):
         latest_complete_step(tmp_path / name)
+
+
+def test_with_a_subdirectory_each_step_is_judged_by_it(tmp_path: Path) -> None:
+    for name in ("step_1/trainer", "step_2/trainer", "step_3/loader", "step_4", "iter_0000009", "iter_0000009/trainer"):
+        save(tmp_path, name)
+    (tmp_path / "step_2" / "trainer" / "__0_0.distcp").unlink()
+
+    found = latest_complete_step(tmp_path, subdirectory="trainer")
+
+    assert (found.step, found.path) == (1, str(tmp_path / "step_1" / "trainer"))
+    assert [Path(report.path).relative_to(tmp_path).parts for report in found.skipped] == [
+        ("step_4", "trainer"),
+        ("step_3", "trainer"),
+        ("step_2", "trainer"),
+    ]
+    assert found.skipped[0].reason == f"'{tmp_path}/step_4/trainer' is no directory"
+
+
+def test_with_an_empty_subdirectory_only_step_n_counts(tmp_path: Path) -> None:
+    for name in ("step_1", "iter_0000009"):
+        save(tmp_path, name)
+
+    found = latest_complete_step(tmp_path, subdirectory="")
+
+    assert (found.step, found.path, found.skipped) == (1, str(tmp_path / "step_1"), ())
+
+
+def test_a_subdirectory_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is not the name of one directory inside step_N"):
+        latest_complete_step(tmp_path, subdirectory="../step_1")

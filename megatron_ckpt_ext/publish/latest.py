@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.publish.completeness import CheckpointReport, verify_checkpoint
+from megatron_ckpt_ext.publish.steps import StepPaths, step_of
 from megatron_ckpt_ext.publish.storage.interface import storage_of
 
 __all__ = ["LatestStep", "latest_complete_step"]
 
-_STEP = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})|step_(0|[1-9][0-9]{0,17})")
+_ITERATION = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +26,7 @@ class LatestStep:
     """Newer checkpoints that are not complete, newest first; ``reason`` of each says why."""
 
 
-def latest_complete_step(directory: str | os.PathLike[str]) -> LatestStep:
+def latest_complete_step(directory: str | os.PathLike[str], *, subdirectory: str | None = None) -> LatestStep:
     """Find the newest complete checkpoint among ``iter_NNNNNNN`` (Megatron) and ``step_N`` in ``directory``.
 
     Anything else is not ours and ignored: other names, files, and links that lead to no directory. A link to a
@@ -34,12 +35,14 @@ def latest_complete_step(directory: str | os.PathLike[str]) -> LatestStep:
 
     Args:
         directory: of the checkpoints, or ``msc://profile/prefix``. A prefix that holds nothing is an empty directory.
+        subdirectory: look only at the steps of a ``CheckpointManager``: ``step_N/SUBDIRECTORY``, or with an empty
+            string ``step_N``. A ``step_N`` that lacks it is not complete.
 
     Raises:
-        ConfigurationError: ``directory`` is missing or cannot be listed.
+        ConfigurationError: ``directory`` is missing or cannot be listed, or ``subdirectory`` is not one name.
     """
     skipped: list[CheckpointReport] = []
-    for step, path in sorted(_steps(os.fspath(directory)), reverse=True):
+    for step, path in sorted(_steps(os.fspath(directory), subdirectory), reverse=True):
         report = verify_checkpoint(path)
         if report.complete:
             return LatestStep(step=step, path=path, skipped=tuple(skipped))
@@ -47,17 +50,25 @@ def latest_complete_step(directory: str | os.PathLike[str]) -> LatestStep:
     return LatestStep(step=None, path=None, skipped=tuple(skipped))
 
 
-def _steps(directory: str) -> list[tuple[int, str]]:
-    storage = storage_of(directory)
+def _steps(directory: str, subdirectory: str | None) -> list[tuple[int, str]]:
+    names = _names(directory)
+    if subdirectory is not None:
+        paths = StepPaths(directory, subdirectory)
+        return [(step, paths.path(step)) for name in names if (step := step_of(name)) is not None]
+    root = storage_of(directory).directory(directory)
+    return [(step, os.path.join(root, name)) for name in names if (step := _number(name)) is not None]
+
+
+def _number(name: str) -> int | None:
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else step_of(name)
+
+
+def _names(directory: str) -> list[str]:
     try:
-        names = storage.subdirectories(directory)
+        return storage_of(directory).subdirectories(directory)
     except OSError as error:
         raise ConfigurationError(
             f"the checkpoint directory {directory!r} cannot be listed: {error.strerror}. Name a directory that holds "
             "iter_NNNNNNN or step_N checkpoints"
         ) from error
-    return [
-        (int(match[1] or match[2]), os.path.join(storage.directory(directory), name))
-        for name in names
-        if (match := _STEP.fullmatch(name))
-    ]
