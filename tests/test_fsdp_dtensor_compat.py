@@ -16,6 +16,7 @@ from megatron_ckpt_ext.compat.dtensor import (
     flattened,
     innermost_first,
     local_of,
+    rewrapped,
     shard_dim,
     split_factor,
     storage_prefix,
@@ -45,7 +46,25 @@ def stock_on_rank() -> list[tuple[object, object]]:
         (flattened(nested), (planner.state_dict, planner.mappings)),
         (local_of(even).data_ptr(), even.to_local().data_ptr()),
         ((before, chunk_of_megatron(cut)), (None, (4 * rank, 0))),
+        *rewrapped_on_rank(even, cut),
         (innermost_first(mesh, (Shard(0),)), (0,)),
+    ]
+
+
+def rewrapped_on_rank(even: DTensor, cut: DTensor) -> list[tuple[object, object]]:
+    """What must be equal of a DTensor and of the same one around another shard."""
+    parameter = torch.nn.Parameter(even)
+    assert isinstance(parameter, DTensor)
+    copies = [(old, rewrapped(old, local_of(old).detach() + 1)) for old in (parameter, cut)]
+    told = [each.__create_chunk_list__() for each in (local_of(copies[1][1]), local_of(cut))]  # type: ignore[attr-defined]
+    return [
+        (copies[0][1].full_tensor().tolist(), (even.full_tensor() + 1).tolist()),
+        *(((new.shape, new.stride()), (old.shape, old.stride())) for old, new in copies),
+        *(((new.device_mesh, new.placements), (old.device_mesh, old.placements)) for old, new in copies),
+        *((type(new), DTensor) for _, new in copies),
+        *((new.requires_grad, False) for _, new in copies),
+        (chunk_of_megatron(copies[0][1]), None),
+        ([(*chunk.offsets, *chunk.sizes) for chunk in told[0]], [(*chunk.offsets, *chunk.sizes) for chunk in told[1]]),
     ]
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "innermost_first",
     "is_partial",
     "local_of",
+    "rewrapped",
     "shard_dim",
     "split_factor",
     "storage_prefix",
@@ -101,6 +102,18 @@ def hang_chunk(tensor: DTensor, offset: tuple[int, ...]) -> None:
 
     setattr(local, "__create_chunk_list__", lambda: [chunk])  # noqa: B010 - not mangled, and on an instance
     setattr(local, "__create_write_items__", write_items)  # noqa: B010
+
+
+def rewrapped(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor like ``tensor`` around another local shard, outside autograd. No collectives.
+
+    Where an uneven shard lies (``hang_chunk``) is told of the other shard too.
+    """
+    made = DTensor(local, tensor._spec, requires_grad=False)
+    offset = chunk_of_megatron(tensor)
+    if offset is not None:
+        hang_chunk(made, offset)
+    return made
 
 
 def storage_prefix(rank: int) -> _StoragePrefix:
