@@ -43,6 +43,7 @@ LOOK_UPS = [
     ("checkpointing", "FullyParallelSaveStrategyWrapper", "save_checkpoint"),
     ("checkpointing", "dist_checkpointing", "save_checkpoint"),
     ("checkpointing", "maybe_msc", "save_checkpoint"),
+    ("checkpointing", "cleanup_old_non_persistent_checkpoint", "save_checkpoint"),
     ("checkpointing", "read_metadata", "_load_base_checkpoint"),
     ("checkpointing", "read_metadata", "get_load_checkpoint_path_by_args"),
     ("checkpointing", LOAD_BASE, "load_checkpoint"),

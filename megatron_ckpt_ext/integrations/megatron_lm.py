@@ -99,6 +99,7 @@ class Installation:
         from megatron.training import arguments, checkpointing, training
 
         from megatron_ckpt_ext.integrations.megatron_fsdp import fsdp_hooks
+        from megatron_ckpt_ext.integrations.non_persistent import CLEAN_UP, leaving_complete
         from megatron_ckpt_ext.integrations.tracker import AtomicTracker, explaining_loader, explaining_reader
 
         yield from self._flag_hooks()
@@ -107,10 +108,15 @@ class Installation:
         yield checkpointing, "maybe_msc", AtomicTracker(checkpointing.maybe_msc)
         yield checkpointing, "read_metadata", explaining_reader(checkpointing.read_metadata)
         yield checkpointing, LOAD_BASE, explaining_loader(getattr(checkpointing, LOAD_BASE))
+        yield checkpointing, CLEAN_UP, leaving_complete(getattr(checkpointing, CLEAN_UP), self._saves)
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed
         yield training, "save_checkpoint", observed
         yield from fsdp_hooks(lambda: None if self.session is None else self.session.fsdp)
+
+    def _saves(self) -> bool:
+        """Whether saves of the running job are ours."""
+        return self.session is not None and self.session.saves
 
     def _all_hooks(self) -> Iterator[Replacement]:
         from megatron.training import async_utils, checkpointing, training
@@ -223,7 +229,10 @@ class Installation:
                 if session.observer is None:
                     return stock(iteration, *args, **options)
                 return session.observer.saving(
-                    iteration, lambda: stock(iteration, *args, **options), reason=session.reason
+                    iteration,
+                    lambda: stock(iteration, *args, **options),
+                    reason=session.reason,
+                    fallback=session.fallback,
                 )
 
         return save_checkpoint

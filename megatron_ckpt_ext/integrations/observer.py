@@ -49,8 +49,17 @@ class SaveObserver:
         self._stage = Measured()
         self._commit = Measured()
 
-    def saving(self, step: int, save: Callable[[], Any], *, reason: str | None = None) -> Any:
-        """Run ``save_checkpoint`` for ``step`` and record ``plan``, and ``stage`` if it scheduled anything."""
+    def saving(
+        self, step: int, save: Callable[[], Any], *, reason: str | None = None, fallback: str | None = None
+    ) -> Any:
+        """Run ``save_checkpoint`` for ``step`` and record ``plan``, and ``stage`` if it scheduled anything.
+
+        Args:
+            step: of the save.
+            save: the call.
+            reason: why it is planned together, for ``plan``.
+            fallback: why it is synchronous, for a record ``fallback``.
+        """
         self._stage = Measured()
         plan = Measured()
         self._saving = step
@@ -61,6 +70,8 @@ class SaveObserver:
             self._saving = None
         plan.seconds -= self._stage.seconds
         self._record(Phase.PLAN, step, plan, reason=reason)
+        if fallback is not None:
+            self._record(Phase.FALLBACK, step, Measured(), reason=fallback)
         if self._stage.seconds:
             self._in_flight.append(step)
             self._record(Phase.STAGE, step, self._stage)

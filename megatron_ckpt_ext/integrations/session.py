@@ -116,6 +116,12 @@ class MegatronSession:
         )
         return self._strategy
 
+    @property
+    def saves(self) -> bool:
+        """Whether the saves of this job are ours, and not Megatron's own."""
+        has_saver = self.fsdp is not None and self.fsdp.saver is not None
+        return has_saver or self.action is not Action.NOTHING
+
     def saving(self) -> AbstractContextManager[None]:
         """Enter this around ``save_checkpoint``. No collectives."""
         return nullcontext() if self.fsdp is None else self.fsdp.saving()
@@ -129,10 +135,13 @@ class MegatronSession:
         return len(locators), sum(locator.length for locator in locators.values())
 
     @property
+    def fallback(self) -> str | None:
+        """Why saves are synchronous though asynchronous ones were asked for; ``None`` if they are not."""
+        return None if self.fsdp is None else self.fsdp.reason
+
+    @property
     def reason(self) -> str | None:
-        """Why the next save is synchronous, or planned together where prepared metadata was asked for; or ``None``."""
-        if self.fsdp is not None and self.fsdp.reason is not None:
-            return self.fsdp.reason
+        """Why the next save is planned together where prepared metadata was asked for; or ``None``."""
         return self._finding.reason if self.action is Action.CREATE and self._prepared is None else None
 
     @property
