@@ -1,6 +1,7 @@
 """Comparing what a job held with what its checkpoint gives back, bit for bit."""
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-__all__ = ["differences_from_dcp", "differences_of_dumps", "equal"]
+__all__ = ["differences_from_dcp", "differences_of_checkpoints", "differences_of_dumps", "equal", "load_with_dcp"]
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -53,13 +54,27 @@ def differences_of_dumps(
     return compared, different
 
 
+def differences_of_checkpoints(left: Path, right: Path) -> tuple[int, list[str]]:
+    """Load two checkpoints with plain ``torch.distributed.checkpoint`` and compare them; ``args`` are left out.
+
+    Returns:
+        The number of items that were compared, and the names of those that differ.
+    """
+    ours, theirs = (load_with_dcp(each) for each in (left, right))
+    for loaded in (ours, theirs):
+        loaded.pop("args", None)  # paths and flags differ between jobs
+    different = sorted(ours.keys() ^ theirs.keys())
+    different += [name for name in ours.keys() & theirs.keys() if not equal(ours[name], theirs[name])]
+    return len(ours), different
+
+
 def differences_from_dcp(checkpoint: Path, dump: Path, step: int, *, ranks: int = 2) -> tuple[int, list[str]]:
     """Load a checkpoint with plain ``torch.distributed.checkpoint`` and compare it with what the job held.
 
     Returns:
         The number of items that were compared, and the names of those that differ.
     """
-    loaded = _load_with_dcp(checkpoint)
+    loaded = load_with_dcp(checkpoint)
     compared, different = 0, []
     for rank in range(ranks):
         for name, item in _dump(dump, step, rank).items():
@@ -80,14 +95,16 @@ def _without(items: dict[str, dict[str, Any]], beginning: str) -> dict[str, dict
     return {name: item for name, item in items.items() if not name.startswith(beginning)}
 
 
-def _load_with_dcp(checkpoint: Path) -> dict[str, Any]:
+def load_with_dcp(checkpoint: Path) -> dict[str, Any]:
+    """Load all of a checkpoint with plain ``torch.distributed.checkpoint``, in this process alone."""
     reader = FileSystemReader(checkpoint)
     state: dict[str, Any] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         state[name] = None
         if isinstance(entry, TensorStorageMetadata):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # torch says that one process loads
+        load(state, storage_reader=reader, no_dist=True)
     return state
 
 

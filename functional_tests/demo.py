@@ -4,20 +4,15 @@ Job 1 saves as Megatron does, job 2 makes the prepared metadata, job 3 resumes f
 that a user would ask for. Exit code 1 if any of them is false.
 """
 
-import argparse
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from compare import differences_from_dcp, differences_of_dumps  # noqa: E402  (needs the path set above)
+from checks import Check, equal_losses, run_demo, same_content  # noqa: E402  (needs the path set above)
+from compare import differences_from_dcp, differences_of_dumps  # noqa: E402
 from jobs import Job, run_job, save_costs  # noqa: E402
 
 from megatron_ckpt_ext import verify_checkpoint  # noqa: E402
@@ -25,18 +20,6 @@ from megatron_ckpt_ext import verify_checkpoint  # noqa: E402
 STEPS, MIDDLE, INTERVAL = 260, 248, 4
 """Job 3 saves at 252, 256 and 260: across the step at which the optimizer's counter needs one byte more."""
 COMMON = ("--train-iters", str(STEPS), "--ckpt-assume-constant-structure", "--log-interval", "50")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One claim of the demo and whether it held."""
-
-    claim: str
-    """What should be true."""
-    holds: bool
-    """Whether it was."""
-    found: str
-    """What was found."""
 
 
 def run_jobs(output: Path, say: Callable[[str], None]) -> dict[str, Job]:
@@ -83,16 +66,11 @@ def run_jobs(output: Path, say: Callable[[str], None]) -> dict[str, Job]:
     return jobs
 
 
-def checks(jobs: dict[str, Job], output: Path) -> Iterator[Check]:
+def checks(jobs: Mapping[str, Job], output: Path) -> Iterator[Check]:
     """Look at everything that the demo claims."""
-    reference, reuse, control = (jobs[name].losses for name in ("stock", "reuse", "control"))
+    reference, control = jobs["stock"].losses, jobs["control"].losses
     resumed = range(MIDDLE + 1, STEPS + 1)
-    wrong = [step for step in resumed if reuse.get(step) != reference[step]]
-    yield Check(
-        claim="job 3's losses equal the uninterrupted job's, exactly",
-        holds=not wrong,
-        found=f"{len(resumed) - len(wrong)} of {len(resumed)} equal",
-    )
+    yield equal_losses("job 3's losses equal the uninterrupted job's, exactly", jobs["reuse"], jobs["stock"], resumed)
     same = [step for step in resumed if control.get(step) == reference[step]]
     yield Check(
         claim="a resume without optimizer state is told apart",
@@ -100,10 +78,12 @@ def checks(jobs: dict[str, Job], output: Path) -> Iterator[Check]:
         found=f"{len(resumed) - len(same)} of {len(resumed)} losses differ",
     )
     compared, different = differences_of_dumps(jobs["reuse"].dump, jobs["reader"].dump, STEPS)
-    yield _content("stock Megatron reads job 3's last checkpoint back bit for bit", compared, different)
+    yield same_content("stock Megatron reads job 3's last checkpoint back bit for bit", compared, different)
     for step in range(MIDDLE + INTERVAL, STEPS + 1, INTERVAL):
         compared, different = differences_from_dcp(output / "ours" / f"iter_{step:07d}", jobs["reuse"].dump, step)
-        yield _content(f"plain torch.distributed.checkpoint reads step {step} back bit for bit", compared, different)
+        yield same_content(
+            f"plain torch.distributed.checkpoint reads step {step} back bit for bit", compared, different
+        )
     for step in range(MIDDLE + INTERVAL, STEPS + 1, INTERVAL):
         report = verify_checkpoint(str(output / "ours" / f"iter_{step:07d}"))
         yield Check(claim=f"step {step} is complete", holds=report.complete, found=f"{report.problems or 'no problem'}")
@@ -116,44 +96,5 @@ def checks(jobs: dict[str, Job], output: Path) -> Iterator[Check]:
     )
 
 
-def cost_table(jobs: dict[str, Job]) -> Table:
-    """Build the table of what each save cost."""
-    table = Table(title="What each save cost the training thread")
-    for column in ("job", "step", "object collectives", "other collectives", "blocking ms"):
-        table.add_column(column, justify="left" if column == "job" else "right")
-    for name in ("stock", "create", "reuse"):
-        for cost in save_costs(jobs[name]):
-            sums = cost.collectives
-            table.add_row(name, str(cost.step), str(sums.objects), str(sums.others), f"{cost.blocking_ms:.0f}")
-        table.add_section()
-    return table
-
-
-def main() -> int:
-    """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoints, logs and events here")
-    options = parser.parse_args()
-    console = Console()
-    output = options.keep or Path(tempfile.mkdtemp(prefix="megatron-ckpt-demo-"))
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        jobs = run_jobs(output, console.print)
-        console.print(cost_table(jobs))
-        results = list(checks(jobs, output))
-    finally:
-        if options.keep is None:
-            shutil.rmtree(output, ignore_errors=True)
-    for check in results:
-        mark = "[green]yes[/green]" if check.holds else "[bold red]NO[/bold red]"
-        console.print(f"{mark}  {check.claim}: {check.found}", highlight=False)
-    return 0 if all(check.holds for check in results) else 1
-
-
-def _content(claim: str, compared: int, different: list[str]) -> Check:
-    found = f"{compared} items compared" if not different else f"{len(different)} of {compared} differ: {different[:3]}"
-    return Check(claim=claim, holds=compared > 0 and not different, found=found)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_demo(__doc__, jobs=run_jobs, table=("stock", "create", "reuse"), checks=checks))

@@ -5,20 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ckpt_ext.collectives import CollectiveSums
 from megatron_ckpt_ext.events import Event, Phase, read_events
 
-__all__ = ["Job", "JobFailedError", "SaveCost", "run_job", "save_costs"]
+__all__ = ["FSDP_RECIPE", "RECIPE", "ROOT", "STATE_DUMP", "Job", "JobFailedError", "SaveCost", "run_job", "save_costs"]
 
 ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "cpu_laptop.yaml"
+FSDP_RECIPE = ROOT / "recipes" / "cpu_fsdp_dtensor.yaml"
+STATE_DUMP = ROOT / "functional_tests" / "state_dump.py"
 
 
 class JobFailedError(Exception):
-    """A job that ended with another exit code than 0."""
+    """A job that did not end with the exit code that was expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,11 @@ class Job:
     def dump(self) -> Path:
         """Where its ranks kept what they saved."""
         return self.folder / "dump"
+
+    @property
+    def log(self) -> str:
+        """What the launcher and every rank printed."""
+        return (self.folder / "log").read_text(errors="replace")
 
     @property
     def losses(self) -> dict[int, float]:
@@ -60,16 +68,32 @@ class SaveCost:
 
 
 def run_job(
-    name: str, arguments: Sequence[str], *, output: Path, ranks: int = 2, stock: bool = False, timeout: float = 180.0
+    name: str,
+    arguments: Sequence[str],
+    *,
+    output: Path,
+    recipe: Path = RECIPE,
+    script: Path = STATE_DUMP,
+    ranks: int = 2,
+    environment: Mapping[str, str] | None = None,
+    sitecustomize: str = "",
+    stock: bool = False,
+    exit_code: int = 0,
+    timeout: float = 180.0,
 ) -> Job:
-    """Run the recipe of a laptop with more arguments, to its end.
+    """Run a recipe with more arguments, to its end.
 
     Args:
         name: also the name of its folder in ``output``.
         arguments: behind those of the recipe.
         output: folder of all jobs.
+        recipe: of the job.
+        script: what each rank runs; it finds the training script in ``STATE_DUMP_SCRIPT``.
         ranks: CPU ranks.
+        environment: variables to set beside those of every job.
+        sitecustomize: Python source that runs first in every process of the job, the launcher included.
         stock: run with every replaced name put back.
+        exit_code: with which the job must end.
         timeout: in seconds.
 
     Raises:
@@ -77,33 +101,43 @@ def run_job(
     """
     folder = output / name
     folder.mkdir()
+    path = [str(ROOT), str(ROOT / "functional_tests")]
+    if sitecustomize:
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(sitecustomize)
+        path.insert(0, str(folder / "site"))
     command = [
         *(sys.executable, "-m", "megatron_ckpt_ext.cli.main", "run", "--cpu", "--nproc", str(ranks)),
-        *("--recipe", str(ROOT / "recipes" / "cpu_laptop.yaml"), str(ROOT / "functional_tests" / "state_dump.py")),
-        *arguments,
+        *("--recipe", str(recipe), str(script), *arguments),
     ]
-    environment = os.environ | {
+    variables = {
         "OUTPUT": str(output),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(path),
         "STATE_DUMP_FOLDER": str(folder / "dump"),
         "STATE_DUMP_SCRIPT": str(ROOT / "recipes" / "pretrain_gpt.py"),
         "STATE_DUMP_STOCK": "1" if stock else "",
     }
-    log = folder / "log"
+    job = Job(name=name, folder=folder)
+    code = _run(command, {**os.environ, **variables, **(environment or {})}, folder / "log", timeout)
+    if code != exit_code:
+        raise JobFailedError(
+            f"job {name} ended with exit code {code}, not {exit_code}; the end of its log:\n{job.log[-4000:]}"
+        )
+    return job
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, timeout: float) -> int | str:
+    """Run to the end, or kill the whole session after ``timeout`` seconds; returns the exit code or says which."""
     with open(log, "w") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code: int | str = process.wait(timeout)
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            code = f"none within {timeout:g} s"
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if code != 0:
-        end = log.read_text(errors="replace")[-4000:]
-        raise JobFailedError(f"job {name} ended with exit code {code}; the end of its log:\n{end}")
-    return Job(name=name, folder=folder)
+            return f"none within {timeout:g} s"
 
 
 def save_costs(job: Job) -> list[SaveCost]:

@@ -1,9 +1,10 @@
 """Runs a Megatron training script and keeps what it saves: the state dict of every save, as the job holds it.
 
 The script and the folder come in ``STATE_DUMP_SCRIPT`` and ``STATE_DUMP_FOLDER``. Each rank writes ``STEP.RANK.pt``
-there before the save goes on, so a checkpoint can be compared with the job's own memory. With ``STATE_DUMP_STOCK``
-every name that the extension replaced is put back first. Losses go to ``losses.RANK``, one JSON line an iteration:
-Megatron's own log prints the mean of a job's first two iterations as the loss of the second.
+there before the save goes on, so a checkpoint can be compared with the job's own memory; ``shard_dump`` describes what
+``fsdp_dtensor`` saves. With ``STATE_DUMP_STOCK`` every name that the extension replaced is put back first. Losses go to
+``losses.RANK``, one JSON line an iteration: Megatron's own log prints the mean of a job's first two iterations as the
+loss of the second.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.training import checkpointing, get_args, training
+from shard_dump import described_shards
 
 import megatron_ckpt_ext
 
@@ -60,17 +62,36 @@ def _tensor(shard: ShardedTensor) -> dict[str, Any]:
 
 def keep_every_save(folder: Path) -> None:
     """Make Megatron's save write its state dict to ``folder`` first."""
+    _keep_sharded_state(folder)
+    _keep_dtensors(folder)
+
+
+def _keep_sharded_state(folder: Path) -> None:
     stock = checkpointing.generate_state_dict
 
     @wraps(stock)
     def generate_state_dict(*args: Any, **options: Any) -> Any:
         state = stock(*args, **options)
         step = options.get("iteration")
-        if step is not None:
+        if step is not None and get_args().ckpt_format != "fsdp_dtensor":
             torch.save(described(state), folder / f"{step}.{dist.get_rank()}.pt")
         return state
 
     checkpointing.generate_state_dict = generate_state_dict
+
+
+def _keep_dtensors(folder: Path) -> None:
+    """What ``fsdp_dtensor`` saves is what this function of Megatron returns; it also prepares loads."""
+    stock = checkpointing.preprocess_fsdp_dtensor_state_dict
+
+    @wraps(stock)
+    def preprocess_fsdp_dtensor_state_dict(*args: Any, **options: Any) -> Any:
+        state = stock(*args, **options)
+        if "iteration" in state:
+            torch.save(described_shards(state), folder / f"{state['iteration']}.{dist.get_rank()}.pt")
+        return state
+
+    checkpointing.preprocess_fsdp_dtensor_state_dict = preprocess_fsdp_dtensor_state_dict
 
 
 def keep_every_loss(folder: Path) -> None:

@@ -29,6 +29,7 @@ class Phase(StrEnum):
 
     PLAN = "plan"
     STAGE = "stage"
+    FENCE = "fence"
     WRITE = "write"
     COMMIT = "commit"
     PUBLISH = "publish"

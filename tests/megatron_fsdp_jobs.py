@@ -1,72 +1,34 @@
-"""Starting training jobs of Megatron-FSDP, with NVRx and without."""
+"""Jobs of Megatron-FSDP that say in ``nvrx.RANK`` what they had of NVRx, and that can lack what ``kind`` names."""
 
-import os
-import signal
-import subprocess
-import sys
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from jobs import ROOT, Job
+from jobs import FSDP_RECIPE, ROOT, Job, run_job
 
-WITHOUT_NVRX = """
-import sys, importlib.metadata
-sys.modules["nvidia_resiliency_ext"] = None
-installed = importlib.metadata.version
-def version(name):
-    if name == "nvidia-resiliency-ext":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return installed(name)
-importlib.metadata.version = version
-"""
-"""Python runs this in each process of the job, as ``sitecustomize``."""
+SCRIPT = ROOT / "tests" / "megatron_fsdp_training.py"
 
 
-def run_fsdp_job(
-    name: str, arguments: Sequence[str], *, output: Path, kind: str = "", nvrx: bool = True, exit_code: int = 0
-) -> Job:
-    """Run the recipe of Megatron-FSDP with more arguments.
+def run_fsdp_job(name: str, arguments: Sequence[str], *, output: Path, kind: str = "", **options: Any) -> Job:
+    """Run the recipe of Megatron-FSDP, with events unless it is stock.
 
     Args:
-        name: also that of its folder in ``output``.
-        arguments: behind those of the recipe; ``--ckpt-events`` is among them unless it is stock.
-        output: folder of all jobs.
+        name: as for ``run_job``.
+        arguments: as for ``run_job``.
+        output: as for ``run_job``.
         kind: of ``megatron_fsdp_training``.
-        nvrx: whether NVRx is installed.
-        exit_code: with which it must end.
+        **options: of ``run_job``.
     """
-    folder = output / name
-    folder.mkdir()
-    path = [str(ROOT), str(ROOT / "functional_tests")]
-    if not nvrx:
-        (folder / "site").mkdir()
-        (folder / "site" / "sitecustomize.py").write_text(WITHOUT_NVRX)
-        path.insert(0, str(folder / "site"))
-    command = [
-        *(sys.executable, "-m", "megatron_ckpt_ext.cli.main", "run", "--cpu", "--nproc", "2"),
-        *(
-            "--recipe",
-            str(ROOT / "recipes" / "cpu_fsdp_dtensor.yaml"),
-            str(ROOT / "tests" / "megatron_fsdp_training.py"),
-        ),
-        *(arguments if kind == "stock" else (*arguments, "--ckpt-events", str(folder / "events"))),
-    ]
-    environment = os.environ | {
-        "OUTPUT": str(output),
-        "PYTHONPATH": os.pathsep.join(path),
-        "STATE_DUMP_FOLDER": str(folder / "dump"),
-        "STATE_DUMP_SCRIPT": str(ROOT / "recipes" / "pretrain_gpt.py"),
-        "FSDP_JOB": kind,
-    }
-    log = folder / "log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == exit_code, log.read_text(errors="replace")[-4000:]
-    return Job(name=name, folder=folder)
+    events = () if kind == "stock" else ("--ckpt-events", str(output / name / "events"))
+    return run_job(
+        name,
+        (*arguments, *events),
+        output=output,
+        **{"recipe": FSDP_RECIPE, "script": SCRIPT, "environment": {"FSDP_JOB": kind}, "timeout": 120, **options},
+    )
+
+
+def nvrx_of(job: Job) -> list[dict[str, Any]]:
+    """Return what each rank had of NVRx at its end: ``loaded`` modules, and the ``error`` of one more import."""
+    return [json.loads(path.read_text()) for path in sorted(job.dump.glob("nvrx.*"))]

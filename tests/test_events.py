@@ -54,8 +54,8 @@ def test_a_record_is_one_line_with_the_agreed_keys_and_reads_back(tmp_path: Path
     )
 
 
-def test_phases_are_those_of_the_design() -> None:
-    assert list(Phase) == ["plan", "stage", "write", "commit", "publish", "rebuild", "fallback", "retain"]
+def test_phases_are_those_that_readers_know() -> None:
+    assert list(Phase) == ["plan", "stage", "fence", "write", "commit", "publish", "rebuild", "fallback", "retain"]
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
