@@ -6,11 +6,14 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test slow faults lint format env
+.PHONY: help demo demo-fsdp demo-manager bench gpu-check test slow faults lint format env
 
 help:
 	@echo "make demo     three training jobs on two CPU ranks: stock, create, reuse; one table"
+	@echo "make demo-fsdp  the same for Megatron-FSDP and fsdp_dtensor, and a job without NVRx"
+	@echo "make demo-manager  a plain FSDP2 trainer: sync against async saves, a kill in the middle of a write, a resume"
 	@echo "make bench    what it costs, and against stock; tables, JSON and plots in build/bench; fails at a missed limit"
+	@echo "make gpu-check  the tests that need a GPU and pinned staging, in under four minutes; without a GPU it says so"
 	@echo "make test     lint, type check and tests"
 	@echo "make slow     the tests that make test leaves out, the faults apart"
 	@echo "make faults   kill, stop and starve ranks and writers in every phase of a save; a table (needs root)"
@@ -21,10 +24,19 @@ help:
 demo: env
 	@$(PY) functional_tests/demo.py
 
+demo-fsdp: env
+	@$(PY) functional_tests/demo_fsdp_dtensor.py
+
+demo-manager: env
+	@$(PY) functional_tests/demo_manager.py
+
 bench: env
-	@status=0; for name in guard drift_save scaling steady_save memory flags_unset; do \
+	@status=0; for name in guard drift_save scaling steady_save memory flags_unset manager; do \
 		$(PY) benchmarks/$$name.py --json build/bench/$$name.json --plot build/bench/$$name.png || status=1; \
 	done; exit $$status
+
+gpu-check: env
+	@$(PY) tools/gpu_check.py
 
 test: lint
 	$(PY) -m pytest -q -m "not slow"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ckpt_ext.compat.dcp import StorageInfo
 from megatron_ckpt_ext.metadata.items import places_of
 from megatron_ckpt_ext.metadata.layout import Slice
-from megatron_ckpt_ext.plan.held import held_in_plan
+from megatron_ckpt_ext.plan.async_plan import held_in_plan
 
 __all__ = ["Shape", "names", "plan_of", "results_of", "slice_of"]
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from megatron_ckpt_ext.commit.finalize import save_state_dict_async_finalize
     from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
     from megatron_ckpt_ext.integrations.megatron_lm import install
+    from megatron_ckpt_ext.manager.config import ManagerConfig
+    from megatron_ckpt_ext.manager.manager import CheckpointManager
     from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
     from megatron_ckpt_ext.plan.async_plan import save_state_dict_async_plan
     from megatron_ckpt_ext.publish.completeness import verify_checkpoint
@@ -23,7 +25,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncSaveQueue",
+    "CheckpointManager",
     "FsdpDtensorSaver",
+    "ManagerConfig",
     "MetadataReuseError",
     "PreparedMetadata",
     "PreparedSaveStrategy",
@@ -39,7 +43,9 @@ __all__ = [
 
 _HOMES: Final = {
     "AsyncSaveQueue": "commit.queue",
+    "CheckpointManager": "manager.manager",
     "FsdpDtensorSaver": "strategy.fsdp_dtensor",
+    "ManagerConfig": "manager.config",
     "MetadataReuseError": "commit.failures",
     "SaveFailedError": "commit.failures",
     "WriteFailedError": "commit.failures",

@@ -81,6 +81,14 @@ ROWS = (
         why="Joins plan, write and commit behind Megatron's interface.",
     ),
     Row(
+        name="manager",
+        may=(
+            *("commit", "compat", "errors", "events", "metadata", "publish"),
+            *("staging", "strategy", "write"),
+        ),
+        why="Joins staging, a saver and retention for trainers without a framework.",
+    ),
+    Row(
         name="emulation", may=("compat", "errors", "replacements"), why="A CPU in CUDA's clothes knows no checkpoints."
     ),
     Row(

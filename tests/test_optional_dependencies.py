@@ -63,3 +63,30 @@ def test_everything_with_nvrx_as_the_only_optional_one(tmp_path: Path) -> None:
 def test_the_offline_modules_are_among_those_tried() -> None:
     assert {"megatron_ckpt_ext.arguments.flags", "megatron_ckpt_ext.cli.main"} < set(OFFLINE_MODULES)
     assert any(name.startswith("megatron_ckpt_ext.metadata.") for name in OFFLINE_MODULES)
+
+
+TRAINER = """
+import sys
+sys.modules.update(dict.fromkeys(["megatron", "nvidia_resiliency_ext"]))
+import torch
+from megatron_ckpt_ext import CheckpointManager
+with CheckpointManager("checkpoints", async_save=True) as manager:
+    manager.save(1, {"weight": torch.ones(3)})
+    manager.wait()
+    state = {"weight": torch.zeros(3)}
+    assert manager.load(state) == 1
+    assert state["weight"].sum() == 3
+"""
+
+
+def test_a_plain_trainer_needs_neither_megatron_nor_nvrx(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr

@@ -35,8 +35,18 @@ CALLS = {
     "WriteFailedError": "causes",
     "MetadataReuseError": "causes",
     "verify_checkpoint": "path",
-    "latest_complete_step": "directory",
+    "latest_complete_step": "directory subdirectory",
+    "CheckpointManager": "directory config process_group on_saved allocator settings",
+    "CheckpointManager.save": "self step state_dict",
+    "CheckpointManager.wait_for_staging": "self",
+    "CheckpointManager.poll": "self",
+    "CheckpointManager.wait": "self",
+    "CheckpointManager.latest_complete_step": "self",
+    "CheckpointManager.load": "self state_dict step",
+    "CheckpointManager.close": "self",
+    "ManagerConfig.from_args": "args prefix",
     "arguments.add_ckpt_ext_args": "parser",
+    "arguments.add_manager_args": "parser prefix",
 }
 """Name below the package -> its parameters in order."""
 

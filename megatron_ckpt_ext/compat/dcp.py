@@ -3,8 +3,10 @@
 Read in torch 2.14.1. ``tests/test_compat.py`` notices when one of them moves.
 """
 
+from typing import Any
+
 from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.serialization import _get_layout
@@ -15,6 +17,7 @@ __all__ = [
     "METADATA_GLOBALS",
     "PLAN_GLOBALS",
     "DistWrapper",
+    "FileWriter",
     "StorageInfo",
     "is_wrapped_exception",
 ]
@@ -60,3 +63,20 @@ PLAN_GLOBALS: frozenset[tuple[str, str]] = frozenset(
     }
 )
 """What NVRx (``all_local_plans``) and torch's own writer (a path as checkpoint id) add to it."""
+
+
+class FileWriter(FileSystemWriter):
+    """torch's writer, also while the interpreter ends.
+
+    Then no thread can be started, and torch starts one for each file but the first. ``tests/test_manager.py`` saves at
+    the end of a process.
+    """
+
+    def _write_data(self, planner: Any, file_queue: Any) -> Any:
+        try:
+            return super()._write_data(planner, file_queue)
+        except RuntimeError as error:
+            if "interpreter shutdown" not in str(error) or self.thread_count == 1:
+                raise
+        self.thread_count = 1  # no thread has taken a file from the queue: this one writes them all
+        return super()._write_data(planner, file_queue)

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.guard import Drift
+from megatron_ckpt_ext.metadata.items import OBJECT, describe_tensor, item_of, merge_descriptions
 from megatron_ckpt_ext.metadata.layout import Item
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
-from megatron_ckpt_ext.plan.held import held_in_plan
 from megatron_ckpt_ext.plan.padding import pad_non_tensor_items
 from megatron_ckpt_ext.publish.clean import clear_for_save
 
-__all__ = ["PlanResult", "PlannedSave", "failed_plan", "save_state_dict_async_plan"]
+__all__ = ["PlanResult", "PlannedSave", "failed_plan", "held_in_plan", "save_state_dict_async_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +112,21 @@ def save_state_dict_async_plan(
         local_plan=local_plan, planner=planner, held=held, prepared=prepared, drift=drift, lengths=lengths
     )
     return PlanResult(storage_writer, planned, wrapper)
+
+
+def held_in_plan(plan: SavePlan) -> dict[Item, str]:
+    """Describe every item of a local plan; right for a state dict that is planned without deduplication."""
+    return merge_descriptions(
+        (
+            item_of(write.index),
+            OBJECT
+            if write.tensor_data is None
+            else describe_tensor(
+                write.tensor_data.properties.dtype, write.tensor_data.chunk.sizes, write.tensor_data.size
+            ),
+        )
+        for write in plan.items
+    )
 
 
 def failed_plan(

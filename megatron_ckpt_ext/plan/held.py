@@ -6,13 +6,11 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.planner import SavePlan
-
 from megatron_ckpt_ext.compat.mcore import ShardedObject, ShardedTensor, nested_values, refuse_released_storage
-from megatron_ckpt_ext.metadata.items import OBJECT, describe_tensor, item_of, merge_descriptions
+from megatron_ckpt_ext.metadata.items import OBJECT, describe_tensor, merge_descriptions
 from megatron_ckpt_ext.metadata.layout import Item
 
-__all__ = ["Holdings", "Shard", "held_in_plan", "held_in_sharded_state_dict"]
+__all__ = ["Holdings", "Shard", "held_in_sharded_state_dict"]
 
 
 _TENSOR = attrgetter("key", "global_offset", "global_shape", "replica_id", "local_shape", "dtype", "prepend_axis_num")
@@ -61,21 +59,6 @@ class Holdings:
 def held_in_sharded_state_dict(sharded_state_dict: Mapping[str, Any]) -> dict[Item, str]:
     """Describe every shard in Megatron's sharded state dict, whatever its replica id. No collectives."""
     return Holdings.of(sharded_state_dict).held()
-
-
-def held_in_plan(plan: SavePlan) -> dict[Item, str]:
-    """Describe every item of a local plan; right for a state dict that is planned without deduplication."""
-    return merge_descriptions(
-        (
-            item_of(write.index),
-            OBJECT
-            if write.tensor_data is None
-            else describe_tensor(
-                write.tensor_data.properties.dtype, write.tensor_data.chunk.sizes, write.tensor_data.size
-            ),
-        )
-        for write in plan.items
-    )
 
 
 def _shard(entry: Any) -> Shard | None:

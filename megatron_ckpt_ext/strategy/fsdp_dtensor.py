@@ -178,7 +178,7 @@ class FsdpDtensorSaver:
         """
         directory = os.fspath(checkpoint_dir)
         if not self.mode.asynchronous:
-            return self._save_now(state_dict, directory)
+            return self.save_now(state_dict, directory)
         if self._queue is None:
             raise ConfigurationError("this saver has no queue: pass what request() returns to yours")
         holder: list[int] = []
@@ -190,6 +190,14 @@ class FsdpDtensorSaver:
             request = self._request(state_dict, directory, ended)
         holder.append(self._queue.schedule_async_request(request))
         return StartedSave(directory=directory, mode=self.mode, index=holder[0], saver=self)
+
+    def save_now(self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> FinishedSave:
+        """Save synchronously, whatever the mode is. Called on all ranks; collectives and errors as for ``save``."""
+        wrapper, directory = self._wrapper(), os.fspath(checkpoint_dir)
+        writer = SynchronousWriter(directory, thread_count=self._thread_count, owner=wrapper.rank)
+        planned = self._planned(state_dict, directory, wrapper, writer, writer.write)
+        commit = self._commit(writer, planned, wrapper, lambda committed: None)
+        return FinishedSave(directory=directory, mode=self.mode, committed=commit_now(commit, wrapper))
 
     def request(
         self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str], *, results_in_answer: bool = False
@@ -314,13 +322,6 @@ class FsdpDtensorSaver:
             function, preload, arguments = writer.get_save_function_and_args()
         commit = self._commit(writer if planned.failure is None else None, planned, wrapper, ended)
         return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
-
-    def _save_now(self, state_dict: StateDict, directory: str) -> FinishedSave:
-        wrapper = self._wrapper()
-        writer = SynchronousWriter(directory, thread_count=self._thread_count, owner=wrapper.rank)
-        planned = self._planned(state_dict, directory, wrapper, writer, writer.write)
-        commit = self._commit(writer, planned, wrapper, lambda committed: None)
-        return FinishedSave(directory=directory, mode=self.mode, committed=commit_now(commit, wrapper))
 
     def _results_in_answer(self) -> contextlib.AbstractContextManager[None]:
         """Where an ``AsyncSaveQueue`` is in charge: nothing starts a process for the results of writers."""

@@ -4,20 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ckpt_ext.commit.commit import Committed, SaveCommit, vote_of
 from megatron_ckpt_ext.commit.failures import PublishFailedError, SaveFailedError
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, agree, share_cause
-from megatron_ckpt_ext.compat.dcp import ERRORS
+from megatron_ckpt_ext.compat.dcp import ERRORS, FileWriter
 from megatron_ckpt_ext.compat.dtensor import storage_prefix
 
 __all__ = ["SynchronousWriter", "commit_now"]
 
 
-class SynchronousWriter(FileSystemWriter):
+class SynchronousWriter(FileWriter):
     """torch's ``FileSystemWriter``, with the parts of NVRx's that the end of a save asks for."""
 
     results_queue = None

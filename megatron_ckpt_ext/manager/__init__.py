@@ -1,0 +1,1 @@
+"""Checkpoints of a trainer that is not Megatron's."""

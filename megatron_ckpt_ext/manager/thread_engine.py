@@ -1,0 +1,145 @@
+"""Saves that a thread writes from staged host memory."""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ckpt_ext.commit.failures import SaveFailedError, WriteFailedError
+from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, agree, reduce_min, share_cause
+from megatron_ckpt_ext.compat.dcp import ERRORS, DistWrapper
+from megatron_ckpt_ext.manager.accounting import Save
+from megatron_ckpt_ext.manager.engine import Kit
+from megatron_ckpt_ext.manager.groups import OwnGroups
+from megatron_ckpt_ext.staging.stage import HostStager, Staged
+from megatron_ckpt_ext.write.thread import WriterThread
+
+__all__ = ["ThreadEngine"]
+
+
+class ThreadEngine:
+    """A thread writes what is staged in host memory, over groups that only this manager holds.
+
+    The thread is the only one that uses its group; the trainer polls over another one.
+    """
+
+    def __init__(self, kit: Kit, group: dist.ProcessGroup | None, stager: HostStager) -> None:
+        """Make groups, saver and thread. Called on all ranks: two new groups, one MIN all_reduce.
+
+        Args:
+            kit: of the manager.
+            group: all ranks of the job.
+            stager: closed with this.
+        """
+        self._kit = kit
+        self._stager = stager
+        self._groups = OwnGroups(group, kit.timeout)
+        self._saver = kit.saver(process_group=self._groups.writer, async_save=False)
+        self._thread = WriterThread("checkpoint writer")
+        self._bind_to_device = _binding_to_device()
+        self._staged: Staged | None = None
+        self._future: Future[None] | None = None
+        self._is_first = True
+
+    def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
+        """Stage, and hand over; what goes wrong in staging fails the save on every rank, the first one at once."""
+        staged = self._stage(state_dict)
+        if self._is_first:
+            self._agree_on_first(staged)
+        self._is_first = False
+        if isinstance(staged, Staged):
+            self._staged = staged
+            self._kit.accounting.staged(save, items=staged.items, bytes=staged.bytes)
+        self._future = self._thread.submit(lambda: self._write(save, staged))
+
+    def fence(self) -> None:
+        """Make the current stream wait for the copies."""
+        if self._staged is not None:
+            self._staged.fence()
+
+    def poll(self) -> bool:
+        """One MIN all_reduce while a save is in flight."""
+        if self._future is None:
+            return True
+        ended = int(self._future.done())
+        if self._groups.use_dist:
+            (ended,) = reduce_min([ended], self._groups.trainer)
+        if ended:
+            self.wait()
+        return bool(ended)
+
+    def wait(self) -> None:
+        """No collectives on this thread."""
+        future, self._future = self._future, None
+        if future is None:
+            return
+        try:
+            future.result(self._kit.timeout.total_seconds())
+        except TimeoutError:
+            cause = f"the writer thread did not end within {self._kit.timeout.total_seconds():g} s"
+            raise WriteFailedError({self._groups.rank: cause}) from None
+        finally:
+            self._staged = None
+
+    def close(self) -> None:
+        """Let the thread finish, then free host memory and leave the groups."""
+        if not self._thread.close(self._kit.timeout):
+            return  # it still uses all of them
+        self._saver.close()
+        self._stager.close()
+        self._groups.close()
+
+    def _stage(self, state_dict: Mapping[str, Any]) -> Staged | BaseException:
+        try:
+            return self._stager.stage(state_dict)
+        except ERRORS as error:  # a vote: the peers' threads are on their way to it
+            return error
+
+    def _agree_on_first(self, staged: Staged | BaseException) -> None:
+        """Refuse a state that one rank has no room for before anything is written, on every rank."""
+        wrapper = DistWrapper(self._groups.trainer, self._groups.use_dist, 0)
+        outcome = Outcome(SaveStatus.READY)
+        if not isinstance(staged, Staged):
+            outcome = Outcome(SaveStatus.FAILED, f"staging failed: {type(staged).__name__}: {staged}")
+        verdict = agree(outcome, wrapper)
+        if verdict.status is SaveStatus.FAILED:
+            if isinstance(staged, Staged):
+                staged.wait()
+                staged.release()
+            raise WriteFailedError(share_cause(verdict, outcome, wrapper))
+
+    def _write(self, save: Save, staged: Staged | BaseException) -> None:
+        began = time.monotonic()
+        size = staged.bytes if isinstance(staged, Staged) else 0
+
+        def state() -> Mapping[str, Any]:
+            if not isinstance(staged, Staged):
+                raise staged
+            staged.wait()
+            return staged.state
+
+        try:
+            self._bind_to_device()
+            with self._kit.display.writing(save.path, self._groups.rank, size):
+                finished = self._saver.save_now(state, save.path)
+        except SaveFailedError:
+            raise
+        except ERRORS as error:  # of this rank alone: the group is broken, and the others hear of it by its timeout
+            cause = f"{type(error).__name__}: {error}"
+            raise WriteFailedError({self._groups.rank: cause}) from None
+        finally:
+            if isinstance(staged, Staged):
+                staged.release()
+        self._kit.accounting.written(save, began)
+        self._kit.durable(save, finished.committed)
+
+
+def _binding_to_device() -> Callable[[], None]:
+    """Return what binds another thread to this one's device: any CUDA call there would make a context on device 0."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
