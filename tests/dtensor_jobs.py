@@ -111,10 +111,8 @@ def saved(saver: FsdpDtensorSaver, directory: str, state: StateDict, *, whole: b
 
 
 def _finished(started: Any) -> Committed:
-    if isinstance(started, StartedSave):
+    if isinstance(started, StartedSave | FinishedSave):
         return started.wait().committed
-    if isinstance(started, FinishedSave):
-        return started.committed
     arguments = list(started.async_fn_args)
     if started.preload_fn is not None:
         arguments[1] = started.preload_fn()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron_ckpt_ext.commit.commit import How
+from megatron_ckpt_ext.commit.failures import SaveFailedError
 from megatron_ckpt_ext.compat.dtensor import by_spec
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver, StartedSave, save_fsdp_dtensor
 from megatron_ckpt_ext.write.worker import Call, WorkerSettings
@@ -159,3 +161,43 @@ def blocked_on_rank(directory: str) -> tuple[list[int], bool, bool]:
 
 def test_a_save_does_not_wait_for_its_writer(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(blocked_on_rank, str(tmp_path)) == [([], False, True)] * 2
+
+
+def ended_on_rank(directory: str) -> tuple[int, bool, list[str]]:
+    """A saver that never saves; then saves that are asked how they ended after somebody else finalized them."""
+    before = set(active_children())
+    FsdpDtensorSaver().close()
+    left = len(set(active_children()) - before)
+    errors, state = [], Trainer(seed=1).state()
+    with FsdpDtensorSaver() as saver:
+        good = saver.save(state, f"{directory}/good")
+        saver.finalize(blocking=True)
+        bad = saver.save(lambda: {**state, "late": lambda: "functions of a rank cannot be pickled"}, f"{directory}/bad")
+        for attempt in (lambda: saver.finalize(blocking=True), bad.wait):
+            try:
+                attempt()
+            except SaveFailedError as error:
+                errors.append(str(error))
+        is_same = good.wait() is good.wait()
+    return left, is_same, errors
+
+
+def test_a_saver_ends_its_writer_and_a_save_knows_how_it_ended(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(ended_on_rank, str(tmp_path))
+
+    assert found[0] == found[1]
+    left, is_same, (cause, again) = found[0]
+    assert (left, is_same) == (0, True)
+    assert "pickle" in cause
+    assert "failed, as was raised before" in again
+
+
+def test_a_process_without_a_group_saves_synchronously(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = save_fsdp_dtensor({"weight": torch.ones(3)}, tmp_path / "step_1").wait()
+
+    assert saved.mode.is_fallback
+    assert [record.message for record in caplog.records] == [
+        "Checkpoints are saved synchronously, though asynchronous saves were asked for: torch.distributed is not "
+        "initialised."
+    ]
+    assert_complete(tmp_path / "step_1")

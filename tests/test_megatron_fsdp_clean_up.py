@@ -23,9 +23,9 @@ def test_the_same_checkpoints_are_left_as_by_stock_synchronous_saves(tmp_path: P
     for name in ("stock", "ours"):
         (tmp_path / name).mkdir()
     # stock Megatron cannot save fsdp_dtensor on these ranks: what it removes does not depend on the format
-    stock = run_job("job", OPTIONS, output=tmp_path / "stock", recipe=synchronous_recipe(tmp_path), stock=True)
+    run_job("job", OPTIONS, output=tmp_path / "stock", recipe=synchronous_recipe(tmp_path), stock=True)
     options: dict[str, Any] = {"kind": "late_clean_up", "sitecustomize": WITHOUT_NVRX}
-    ours = run_fsdp_job("job", OPTIONS, output=tmp_path / "ours", **options)
+    run_fsdp_job("job", OPTIONS, output=tmp_path / "ours", **options)
 
     left, expected = (tmp_path / name / "checkpoints" for name in ("ours", "stock"))
     steps = {"iter_0000008", "iter_0000012", "non_persistent/iter_0000006", "non_persistent/iter_0000010"}
@@ -38,8 +38,6 @@ def test_the_same_checkpoints_are_left_as_by_stock_synchronous_saves(tmp_path: P
     files = {f"{step}/{name}" for step in steps for name in (".metadata", "__0_0.distcp", "__1_0.distcp")}
     loose = {TRACKER, f"non_persistent/{TRACKER}", "progress.txt"}
     assert {str(path.relative_to(left)) for path in left.rglob("*") if path.is_file()} == files | loose
-    scheduled = [re.findall(r"scheduled for removal: .*", job.log) for job in (ours, stock)]
-    assert [len(lines) for lines in scheduled] == [2, 2]
 
 
 def synchronous_recipe(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """Megatron's own clean-up of non-persistent checkpoints, where one is being written."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,32 @@ def test_the_newest_published_checkpoint_stays(
         if has_metadata:
             (folder / ".metadata").touch()
 
-    leaving_complete(cleanup_old_non_persistent_checkpoint, lambda: is_ours)(tmp_path)
+    leaving_complete(cleanup_old_non_persistent_checkpoint, lambda: is_ours)(tmp_path, leave_ckpt_num=1)
 
     assert {int(path.name[5:]) for path in tmp_path.iterdir()} == (ours if is_ours else stock)
+
+
+def test_it_runs_beside_the_training_and_touches_nothing_foreign(tmp_path: Path) -> None:
+    for name in ("iter_0000002", "iter_0000006", "iter_best", "other/iter_0000001"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / ".metadata").touch()
+
+    leaving_complete(cleanup_old_non_persistent_checkpoint, lambda: True)(tmp_path, leave_ckpt_num=1, do_async=True)
+    for thread in threading.enumerate():
+        if thread.name == "non-persistent clean-up":
+            thread.join(30)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000006", "iter_best", "other"}
+    assert (tmp_path / "other" / "iter_0000001").is_dir()
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (2, 6):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+        (tmp_path / f"iter_{step:07d}" / ".metadata").touch()
+    (tmp_path / "iter_0000004").touch()  # a file, which no tree is
+
+    leaving_complete(cleanup_old_non_persistent_checkpoint, lambda: True)(tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000004", "iter_0000006"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1,5 +1,9 @@
 """Megatron's clean-up of non-persistent checkpoints, where saves begin without a gather."""
 
+import logging
+import re
+import shutil
+import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -11,16 +15,19 @@ from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 
 __all__ = ["CLEAN_UP", "leaving_complete"]
 
+logger = logging.getLogger(__name__)
+
 CLEAN_UP = "cleanup_old_non_persistent_checkpoint"
-_PREFIX = "iter_"
+_CHECKPOINT = re.compile(r"iter_([0-9]+)")
 
 
 def leaving_complete(stock: Callable[..., Any], is_ours: Callable[[], bool]) -> Callable[..., Any]:
-    """Let Megatron's clean-up count from the newest published checkpoint on, and not from one that is being written.
+    """Let Megatron's clean-up remove what is older than the newest published checkpoints, where saves are ours.
 
-    It runs on rank 0 at the start of a save and keeps the newest directories. The gathers of a stock save hold the
-    other ranks back; in ours one of them may have made the directory of this save by then, and with it in the count
-    the only complete checkpoint would go.
+    It runs on rank 0 at the start of a save, and stock keeps the newest directories. The gathers of a stock save hold
+    the other ranks back; in ours one of them may have made the directory of this save by then, and with it in the count
+    the only complete checkpoint would go. What is not published yet is not counted, and never removed unless an older
+    life of the job left it.
 
     Args:
         stock: Megatron's.
@@ -29,20 +36,36 @@ def leaving_complete(stock: Callable[..., Any], is_ours: Callable[[], bool]) -> 
 
     @wraps(stock)
     def cleanup_old_non_persistent_checkpoint(save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False) -> Any:
-        if is_ours() and (not dist.is_initialized() or dist.get_rank() == 0):
-            leave_ckpt_num += _unpublished(Path(save_dir))
-        return stock(save_dir, leave_ckpt_num=leave_ckpt_num, do_async=do_async)
+        if not is_ours():
+            return stock(save_dir, leave_ckpt_num=leave_ckpt_num, do_async=do_async)
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return None
+        outdated = _outdated(Path(save_dir), leave_ckpt_num)
+        logger.info("Non-persistent checkpoints scheduled for removal: %s", [str(path) for path in outdated])
+        if do_async:
+            threading.Thread(target=_remove, args=(outdated,), name="non-persistent clean-up").start()
+        else:
+            _remove(outdated)
+        return None
 
     return cleanup_old_non_persistent_checkpoint
 
 
-def _unpublished(folder: Path) -> int:
-    """Number of checkpoints newer than the newest published one, found as Megatron finds them.
+def _outdated(folder: Path, leave: int) -> list[Path]:
+    """Checkpoints older than the ``leave`` newest published ones; one listing, so what appears later is not in it.
 
     ``.metadata`` is the last file of a checkpoint to appear; to judge the whole would read it, on the trainer's time.
     """
-    published = {
-        int(path.name.removeprefix(_PREFIX)): (path / METADATA_FILE).exists() for path in folder.rglob(f"{_PREFIX}*")
-    }
-    newest = max((step for step, is_published in published.items() if is_published), default=-1)
-    return sum(step > newest for step in published)
+    steps = {path: int(match[1]) for path in folder.glob("iter_*") if (match := _CHECKPOINT.fullmatch(path.name))}
+    published = sorted(step for path, step in steps.items() if (path / METADATA_FILE).exists())
+    if len(published) < leave:
+        return []
+    return sorted(path for path, step in steps.items() if step < published[-leave])
+
+
+def _remove(outdated: list[Path]) -> None:
+    for path in outdated:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # clean-up is not worth a job: the next one tries again
+            logger.warning("%s was not removed: %s", path, error)

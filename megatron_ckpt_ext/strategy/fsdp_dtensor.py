@@ -54,6 +54,17 @@ class FinishedSave:
     committed: Committed
     """How it got its layout, and the layout that the next save can follow."""
 
+    def wait(self) -> "FinishedSave":
+        """Return itself: there is nothing to wait for. No collectives."""
+        return self
+
+
+@dataclass(slots=True)
+class _Ending:
+    """How a started save ended; filled when it is finalized."""
+
+    finished: FinishedSave | None = None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedSave:
@@ -65,6 +76,8 @@ class StartedSave:
     """How it is saved."""
     index: int
     """Its number in the queue."""
+    ending: _Ending
+    """How it ended."""
     saver: "FsdpDtensorSaver"
     """Who finalizes it."""
     owns_saver: bool = False
@@ -77,7 +90,11 @@ class StartedSave:
             SaveFailedError: on every rank: it could not be written, or may not be published.
         """
         try:
-            return self.saver.finished(self.index)
+            if self.ending.finished is None:
+                self.saver.finalize(blocking=True)
+            if self.ending.finished is None:
+                raise WriteFailedError({0: f"the save to {self.directory} failed, as was raised before"})
+            return self.ending.finished
         finally:
             if self.owns_saver:
                 self.saver.close()
@@ -147,7 +164,7 @@ class FsdpDtensorSaver:
         self._use_cpu_shm = use_cpu_shm
         self._on_commit = on_commit
         self._known: KnownPlan | None = None
-        self._finished: dict[int, FinishedSave] = {}
+        self._probed: Writer | None = None
         self._queue: AsyncSaveQueue | None = None
         self.mode = self._start(async_save, settings, start_writer, timeout) if mode is None else mode
 
@@ -181,15 +198,15 @@ class FsdpDtensorSaver:
             return self.save_now(state_dict, directory)
         if self._queue is None:
             raise ConfigurationError("this saver has no queue: pass what request() returns to yours")
-        holder: list[int] = []
+        ending = _Ending()
 
         def ended(committed: Committed) -> None:
-            self._finished[holder[0]] = FinishedSave(directory=directory, mode=self.mode, committed=committed)
+            ending.finished = FinishedSave(directory=directory, mode=self.mode, committed=committed)
 
         with self._results_in_answer():
             request = self._request(state_dict, directory, ended)
-        holder.append(self._queue.schedule_async_request(request))
-        return StartedSave(directory=directory, mode=self.mode, index=holder[0], saver=self)
+        index = self._queue.schedule_async_request(request)
+        return StartedSave(directory=directory, mode=self.mode, index=index, ending=ending, saver=self)
 
     def save_now(self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> FinishedSave:
         """Save synchronously, whatever the mode is. Called on all ranks; collectives and errors as for ``save``."""
@@ -225,17 +242,6 @@ class FsdpDtensorSaver:
         """
         return [] if self._queue is None else self._queue.maybe_finalize_async_calls(blocking=blocking)
 
-    def finished(self, index: int) -> FinishedSave:
-        """Return a save once it is finalized. Called on all ranks; waits as ``finalize(blocking=True)``.
-
-        Raises:
-            SaveFailedError: on every rank: a save failed.
-            KeyError: there is no such save, it failed before, or it was asked for before.
-        """
-        if index not in self._finished:
-            self.finalize(blocking=True)
-        return self._finished.pop(index)
-
     def close(self, *, abort: bool = False) -> None:
         """Finalize what is in flight and end the writer process. Safe to call twice.
 
@@ -245,6 +251,9 @@ class FsdpDtensorSaver:
             SaveFailedError: on every rank, of the first save that failed; all is closed.
         """
         own, self._queue = self._queue, None
+        probed, self._probed = self._probed, None
+        if probed is not None:
+            probed.close()
         if own is not None:
             own.close(abort=abort)
 
@@ -256,6 +265,8 @@ class FsdpDtensorSaver:
         timeout: timedelta | None,
     ) -> Mode:
         facts, writer = find_facts(async_save=async_save), None
+        if async_save and not dist.is_initialized():
+            facts = replace(facts, problem="torch.distributed is not initialised")
         settings = settings or self._worker_settings
         limit = timeout or DEFAULT_TIMEOUT
         if decide_mode(facts).asynchronous:
@@ -268,10 +279,10 @@ class FsdpDtensorSaver:
             return mode
         from megatron_ckpt_ext.commit.queue import AsyncSaveQueue
 
-        first = [writer]
+        self._probed = writer
 
         def start(settings: WorkerSettings, timeout: timedelta) -> Writer:
-            started = first.pop() if first else None
+            started, self._probed = self._probed, None
             return started if started is not None and started.usable else start_writer(settings, timeout)
 
         self._queue = AsyncSaveQueue(settings, timeout=limit, start_writer=start)
@@ -316,10 +327,14 @@ class FsdpDtensorSaver:
         writer = FileSystemWriterAsync(
             directory, thread_count=self._thread_count, use_cpu_shm_for_gpu_tensors=self._use_cpu_shm
         )
-        planned = self._planned(state_dict, directory, wrapper, writer, writer.prepare_write_data)
-        function, preload, arguments = None, None, []
-        if planned.failure is None:
-            function, preload, arguments = writer.get_save_function_and_args()
+        made: list[Any] = []
+
+        def write(plan: Any, planner: Any) -> None:
+            writer.prepare_write_data(plan, planner)
+            made.extend(writer.get_save_function_and_args())
+
+        planned = self._planned(state_dict, directory, wrapper, writer, write)
+        function, preload, arguments = made if planned.failure is None else (None, None, [])
         commit = self._commit(writer if planned.failure is None else None, planned, wrapper, ended)
         return AsyncRequest(function or write_nothing, arguments, [commit], async_fn_kwargs={}, preload_fn=preload)
 
