@@ -69,13 +69,13 @@ def test_a_job_resumes_from_the_newest_step(lives: TwoLives) -> None:
 
 
 def test_saves_that_follow_the_layout_have_no_object_collectives(lives: TwoLives) -> None:
-    vote_and_confirmation = {"all_reduce": 2}
+    vote_and_confirmation, with_wait = {"all_reduce": 2}, {"all_reduce": 3}
     for rank in (0, 1):
         saves = lives.of_rank(rank)
         assert saves[1].objects > 0
         assert [saves[step].objects for step in (2, 3, 4, 5)] == [0] * 4
         for step in (2, 3, 5):
-            assert saves[step].background == (vote_and_confirmation if is_asynchronous(lives) else {})
+            assert saves[step].background == (with_wait if is_asynchronous(lives) else {})
             assert saves[step].counts == ({} if is_asynchronous(lives) else vote_and_confirmation)
         # Synchronous or not, and, for a thread, that there is room; the vote and its confirmation are one thread's.
         assert {**saves[4].counts, **saves[4].background}.keys() == {"all_reduce"}

@@ -3,12 +3,17 @@
 Read in torch 2.14.1. ``tests/test_compat.py`` notices when one of them moves.
 """
 
+import contextlib
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 from torch.serialization import _get_layout
 
 __all__ = [
@@ -66,17 +71,20 @@ PLAN_GLOBALS: frozenset[tuple[str, str]] = frozenset(
 
 
 class FileWriter(FileSystemWriter):
-    """torch's writer, also while the interpreter ends.
+    """torch's writer, with helper threads whose errors are heard, and without any while the interpreter ends.
 
-    Then no thread can be started, and torch starts one for each file but the first. ``tests/test_manager.py`` saves at
-    the end of a process.
+    torch only prints what goes wrong in its helpers, does not join them if its own part fails, and cannot start them at
+    the interpreter's end, where ``tests/test_manager.py`` saves.
     """
 
     def _write_data(self, planner: Any, file_queue: Any) -> Any:
-        try:
-            return super()._write_data(planner, file_queue)
-        except RuntimeError as error:
-            if "interpreter shutdown" not in str(error) or self.thread_count == 1:
-                raise
-        self.thread_count = 1  # no thread has taken a file from the queue: this one writes them all
-        return super()._write_data(planner, file_queue)
+        helpers, self.thread_count = self.thread_count - 1, 1  # each call below takes files until there are none
+        write = functools.partial(super()._write_data, planner, file_queue)
+        with ThreadPoolExecutor(max(1, helpers), thread_name_prefix="checkpoint file") as pool:
+            started = []
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                started += [pool.submit(write) for _ in range(helpers)]
+            parts = [write(), *(each.result() for each in started)]
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([result for part in parts for result in part.value()])
+        return written

@@ -16,6 +16,9 @@ __all__ = ["Engine", "Kit"]
 class Engine(Protocol):
     """Writes one save after the other; at most one is in flight."""
 
+    is_broken: bool
+    """Whether it can write no other save, the same on all ranks."""
+
     def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
         """Begin a save; none is in flight. Called on all ranks."""
 
@@ -31,6 +34,13 @@ class Engine(Protocol):
 
     def wait(self) -> None:
         """Wait until nothing is in flight. Called on all ranks. Raises as ``poll``."""
+
+    def leave(self, *, failed: bool) -> None:
+        """End what is in flight because the trainer ends; raises as this rank sees it.
+
+        Args:
+            failed: whether only this rank's trainer may be ending: then nothing is waited for that needs the others'.
+        """
 
     def close(self) -> None:
         """End what belongs to it; what is in flight is finished first. Safe to call twice."""

@@ -6,6 +6,9 @@ import torch.distributed as dist
 
 __all__ = ["OwnGroups"]
 
+_PATIENCE = 3
+"""A trainer may wait for a peer that first gives up on a save, whose writer first gave up on another one's vote."""
+
 
 class OwnGroups:
     """Two gloo groups that nobody else uses, one for each thread that talks. Owns them.
@@ -27,7 +30,7 @@ class OwnGroups:
         self.use_dist = dist.is_initialized()
         self.rank = dist.get_rank(group) if self.use_dist else 0
         self.writer = self._new(group, timeout)
-        self.trainer = self._new(group, timeout)
+        self.trainer = self._new(group, _PATIENCE * timeout)
 
     def close(self) -> None:
         """Leave them. No collectives, safe to call twice."""

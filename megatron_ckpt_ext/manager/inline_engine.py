@@ -14,6 +14,8 @@ __all__ = ["InlineEngine"]
 class InlineEngine:
     """The trainer writes, and waits."""
 
+    is_broken = False
+
     def __init__(self, kit: Kit, group: dist.ProcessGroup | None) -> None:
         """Build the saver. Called on all ranks: one MIN all_reduce."""
         self._kit = kit
@@ -21,7 +23,7 @@ class InlineEngine:
 
     def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
         """Save it whole."""
-        finished = self._saver.save_now(state_dict, save.path)
+        finished = self._saver.save_now(state_dict, save.path, number=save.step)
         self._kit.accounting.written(save, save.started)
         self._kit.durable(save, finished.committed)
 
@@ -33,6 +35,9 @@ class InlineEngine:
         return True
 
     def wait(self) -> None:
+        """Nothing is ever in flight."""
+
+    def leave(self, *, failed: bool) -> None:
         """Nothing is ever in flight."""
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from megatron_ckpt_ext.manager.progress import ProgressDisplay
 from megatron_ckpt_ext.manager.resume import Chosen, choose_step, load_step
 from megatron_ckpt_ext.manager.thread_engine import ThreadEngine
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
+from megatron_ckpt_ext.publish.completeness import verify_checkpoint
 from megatron_ckpt_ext.publish.judge import RememberingJudge
 from megatron_ckpt_ext.publish.retention import KeepAny, KeepInterval, KeepLast, RetentionPolicy, retain
 from megatron_ckpt_ext.publish.steps import StepPaths
@@ -82,23 +83,26 @@ class CheckpointManager:
         self._group = process_group
         self._on_saved = on_saved
         self._allocator = allocator
+        self._wrapper = DistWrapper(process_group, dist.is_initialized(), 0)
         self._steps = StepPaths(self.directory, self.config.subdirectory)
         self._policy = _policy_of(self.config)
         self._judge = RememberingJudge()
         _check_ranks(self.config, process_group)
         self._fingerprint = Fingerprint(
-            world_size=self._wrapper().get_world_size(),
+            world_size=self._wrapper.get_world_size(),
             ckpt_format="fsdp_dtensor",
             workers_per_rank=self.config.files_per_rank,
             torch_version=str(torch.__version__),
         )
         log, self._finding = self._start()
         self._accounting = Accounting(log)
-        self._display = ProgressDisplay(enabled=self.config.progress and self._wrapper().is_coordinator)
+        self._display = ProgressDisplay(enabled=self.config.progress and self._wrapper.is_coordinator)
         self._engine: Engine | None = None
         self._saving: Save | None = None
         self._newest: int | None = None
-        self._fenced = False
+        self._given_up = -1
+        self._abandoned: set[int] = set()
+        self._fenced = self._closed = False
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -107,8 +111,11 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; after an error without the other ranks' trainers, which may go on."""
+        if error is None:
+            self.close()
+        else:
+            self._leave(failed=True)
 
     def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
         """Save ``state_dict`` as ``step``; the state dict is read now, and again at the next save.
@@ -118,25 +125,23 @@ class CheckpointManager:
         CPU tensors may be changed when it returns, tensors of a GPU after ``wait_for_staging``.
 
         Args:
-            step: larger than any that this manager has saved or loaded. The newest one again is not saved twice.
+            step: the same on all ranks, and larger than any that this manager has saved or loaded. The newest one again
+                is not saved twice.
             state_dict: flat or nested, of DTensors, tensors, objects and what has a ``state_dict``. Plain tensors and
                 objects must be equal on all ranks that have them: one rank's are saved.
 
         Raises:
             SaveFailedError: on every rank: the save before this one, or this one, failed. After the former nothing of
                 this one has begun: call it again.
-            ConfigurationError: a step that is not larger.
+            ConfigurationError: a step that is not larger, or a first one that is complete in the directory already.
+            RuntimeError: the manager is closed.
         """
         self.wait()
+        self._check_step(step)
         if step == self._newest:
-            if self._wrapper().is_coordinator:
+            if self._wrapper.is_coordinator:
                 logger.warning("Step %d is saved already, in %s: it is not saved again.", step, self._steps.path(step))
             return
-        if step < 0 or (self._newest is not None and step < self._newest):
-            raise ConfigurationError(
-                f"step {step} cannot be saved in {self.directory}: steps go up, and the newest here is {self._newest}. "
-                "Save a later step, or use another directory"
-            )
         if self._engine is None:
             self._engine = self._new_engine()
         self._saving, self._fenced = Save(step=step, path=self._steps.path(step)), False
@@ -171,7 +176,7 @@ class CheckpointManager:
         return self._settle(lambda engine: engine.poll())
 
     def wait(self) -> None:
-        """Wait until the save in flight is durable. Called on all ranks; no collectives with a background thread.
+        """Wait until the save in flight is durable. Called on all ranks: one MIN all_reduce if one is in flight.
 
         Raises:
             SaveFailedError: on every rank, once: the save failed.
@@ -200,14 +205,16 @@ class CheckpointManager:
         Raises:
             ConfigurationError: on every rank: the step that was asked for is not complete, or a rank does not see it.
             LoadFailedError: on every rank: it cannot be read, or a key is missing; what was filled by then stays so.
+            SaveFailedError: on every rank: the save in flight, which is waited for, failed; nothing was loaded.
         """
         self.wait()
         chosen = self._choose(step)
         if chosen is None:
             return None
         with self._display.loading(chosen.path):
-            load_step(state_dict, chosen, self._wrapper())
+            load_step(state_dict, chosen, self._wrapper)
         self._newest = chosen.step
+        self._abandoned = {each for each in self._steps.steps() if each > chosen.step}
         return chosen.step
 
     def close(self) -> None:
@@ -216,14 +223,28 @@ class CheckpointManager:
         Raises:
             SaveFailedError: on every rank: that save failed; all is closed.
         """
-        atexit.unregister(self._close_at_exit)
         try:
             self.wait()
         finally:
-            engine, self._engine = self._engine, None
-            if engine is not None:
-                engine.close()
-            self._accounting.close()
+            self._end()
+
+    def _leave(self, *, failed: bool) -> None:
+        """Close without asking the other ranks; what goes wrong is logged."""
+        try:
+            if self._engine is not None:
+                self._engine.leave(failed=failed)
+        except Exception:
+            logger.exception("The last checkpoint in %s was not saved.", self.directory)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._closed, self._saving = True, None
+        atexit.unregister(self._close_at_exit)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        self._accounting.close()
 
     def _be_first_at_exit(self) -> None:
         # What was registered last runs first, and a queue, made in the first save, gives up what is in flight.
@@ -231,16 +252,36 @@ class CheckpointManager:
         atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        try:
-            self.close()
-        except Exception:
-            logger.exception("The last checkpoint in %s was not saved.", self.directory)
+        self._leave(failed=False)
 
-    def _wrapper(self) -> DistWrapper:
-        return DistWrapper(self._group, dist.is_initialized(), 0)
+    def _check_step(self, step: int) -> None:
+        if self._closed:
+            raise RuntimeError(f"the checkpoint manager of {self.directory} is closed: make another one")
+        if step <= self._given_up:
+            raise ConfigurationError(
+                f"step {step} cannot be saved in {self.directory}: the save of step {self._given_up} was given up, and "
+                "may still be being written. Save a later step"
+            )
+        if self._newest is not None and step < self._newest:
+            raise ConfigurationError(
+                f"step {step} cannot be saved in {self.directory}: steps go up, and the newest here is {self._newest}. "
+                "Save a later step, or use another directory"
+            )
+        path = self._steps.path(step)
+        if os.path.islink(path) or os.path.islink(self._steps.parent(step)):
+            raise ConfigurationError(f"step {step} cannot be saved: {path} is a link, to what is somebody else's")
+        if self._newest is None and self._wrapper.broadcast_object(self._is_complete(path)):
+            raise ConfigurationError(
+                f"step {step} cannot be saved: {path} is a complete checkpoint of an earlier job. Load a step first, "
+                "save a later one, or use another directory"
+            )
+
+    def _is_complete(self, path: str) -> bool | None:
+        """Whether rank 0 finds a complete checkpoint there."""
+        return verify_checkpoint(path).complete if self._wrapper.is_coordinator else None
 
     def _start(self) -> tuple[EventLog, Finding]:
-        wrapper = self._wrapper()
+        wrapper = self._wrapper
         with contextlib.ExitStack() as opened:
             log, finding = self._examine(wrapper)
             opened.callback(log.close)
@@ -296,18 +337,27 @@ class CheckpointManager:
             if not ended(self._engine):
                 return False
         except SaveFailedError:
+            if self._engine.is_broken:
+                self._given_up = self._saving.step
+                self._discard(self._engine)
             self._saving = None
             raise
         self._newest, self._saving = self._saving.step, None
         return True
 
+    def _discard(self, engine: Engine) -> None:
+        """Let the next save have another one."""
+        self._engine = None
+        engine.close()
+
     def _choose(self, step: int | None) -> Chosen | None:
-        return choose_step(self.directory, subdirectory=self.config.subdirectory, step=step, wrapper=self._wrapper())
+        return choose_step(self.directory, subdirectory=self.config.subdirectory, step=step, wrapper=self._wrapper)
 
     def _durable(self, save: Save, committed: Committed) -> None:
         """Do what follows a publish; it may fail, the checkpoint stays. No collectives."""
         self._accounting.durable(save, committed)
-        if self._policy is not None and self._wrapper().is_coordinator:
+        self._abandoned.discard(save.step)
+        if self._policy is not None and self._wrapper.is_coordinator:
             self._retain(save, self._policy)
         if self._on_saved is not None:
             try:
@@ -323,6 +373,7 @@ class CheckpointManager:
                 policy,
                 finalized=save.step,
                 subdirectory=self.config.subdirectory,
+                abandoned=self._abandoned,
                 judge=self._judge,
             )
         except Exception as error:

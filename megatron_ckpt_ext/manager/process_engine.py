@@ -17,6 +17,8 @@ __all__ = ["ProcessEngine"]
 class ProcessEngine:
     """NVRx's writer process writes, behind our queue; what is written is finalized when the trainer polls or waits."""
 
+    is_broken = False
+
     def __init__(self, kit: Kit, group: dist.ProcessGroup | None) -> None:
         """Make group, saver, queue and process. Called on all ranks: new groups, one MIN all_reduce.
 
@@ -55,10 +57,24 @@ class ProcessEngine:
 
     def wait(self) -> None:
         """One MIN all_reduce a poll."""
-        flying, self._flying = self._flying, None
-        if flying is not None:
-            save, started = flying
-            self._ended(save, started.wait())
+        if self._flying is None:
+            return
+        save, started = self._flying
+        try:
+            finished = started.wait()
+        except SaveFailedError:
+            self._flying = None
+            raise
+        self._flying = None
+        self._ended(save, finished)
+
+    def leave(self, *, failed: bool) -> None:
+        """Publish with all ranks, or give it up."""
+        if not failed:
+            self.wait()
+        elif self._flying is not None:
+            self._flying = None
+            self._saver.close(abort=True)
 
     def close(self) -> None:
         """End queue and process."""

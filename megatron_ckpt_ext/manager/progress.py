@@ -1,8 +1,9 @@
 """A progress display for long writes and loads: on a terminal, on one rank."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,8 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.text import Text
 
 __all__ = ["ProgressDisplay"]
+
+logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 
@@ -41,13 +44,34 @@ class ProgressDisplay:
 
     @contextlib.contextmanager
     def _showing(self, text: str, *columns: ProgressColumn) -> Iterator[None]:
-        if not self._enabled:
+        shown = self._started(text, columns) if self._enabled else None
+        try:
             yield
-            return
-        shown = (SpinnerColumn(), TextColumn("{task.description}"), *columns, TimeElapsedColumn())
-        with Progress(*shown, console=self._console, transient=True, refresh_per_second=4) as progress:
-            progress.add_task(text, total=None)
-            yield
+        finally:
+            if shown is not None:
+                self._harmlessly(shown.stop)
+
+    def _started(self, text: str, columns: tuple[ProgressColumn, ...]) -> Progress | None:
+        progress = Progress(
+            *(SpinnerColumn(), TextColumn("{task.description}"), *columns, TimeElapsedColumn()),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,  # what the trainer prints meanwhile is its own
+            redirect_stderr=False,
+        )
+        progress.add_task(text, total=None)
+        return progress if self._harmlessly(progress.start) else None
+
+    def _harmlessly(self, draw: Callable[[], None]) -> bool:
+        """Draw; a terminal that is gone, or an interpreter that starts no thread any more, decides about no save."""
+        try:
+            draw()
+        except Exception as error:
+            self._enabled = False
+            logger.warning("There is no progress display any more: %s: %s", type(error).__name__, error)
+            return False
+        return True
 
 
 class _Written(ProgressColumn):

@@ -1,8 +1,10 @@
 """Saves that a thread writes from staged host memory."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from megatron_ckpt_ext.staging.stage import HostStager, Staged
 from megatron_ckpt_ext.write.thread import WriterThread
 
 __all__ = ["ThreadEngine"]
+
+logger = logging.getLogger(__name__)
 
 
 class ThreadEngine:
@@ -41,8 +45,9 @@ class ThreadEngine:
         self._thread = WriterThread("checkpoint writer")
         self._bind_to_device = _binding_to_device()
         self._staged: Staged | None = None
-        self._future: Future[None] | None = None
+        self._flying: tuple[Save, Future[None]] | None = None
         self._is_first = True
+        self.is_broken = False
 
     def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
         """Stage, and hand over; what goes wrong in staging fails the save on every rank, the first one at once."""
@@ -53,7 +58,7 @@ class ThreadEngine:
         if isinstance(staged, Staged):
             self._staged = staged
             self._kit.accounting.staged(save, items=staged.items, bytes=staged.bytes)
-        self._future = self._thread.submit(lambda: self._write(save, staged))
+        self._flying = save, self._thread.submit(lambda: self._write(save, staged))
 
     def fence(self) -> None:
         """Make the current stream wait for the copies."""
@@ -61,10 +66,10 @@ class ThreadEngine:
             self._staged.fence()
 
     def poll(self) -> bool:
-        """One MIN all_reduce while a save is in flight."""
-        if self._future is None:
+        """One MIN all_reduce while a save is in flight, and one more when it has ended."""
+        if self._flying is None:
             return True
-        ended = int(self._future.done())
+        ended = int(self._flying[1].done())
         if self._groups.use_dist:
             (ended,) = reduce_min([ended], self._groups.trainer)
         if ended:
@@ -72,25 +77,48 @@ class ThreadEngine:
         return bool(ended)
 
     def wait(self) -> None:
-        """No collectives on this thread."""
-        future, self._future = self._future, None
-        if future is None:
+        """One MIN all_reduce: what only this rank knows, such as that it waits no longer, is decided by all."""
+        if self._flying is None:
             return
-        try:
-            future.result(self._kit.timeout.total_seconds())
-        except TimeoutError:
-            cause = f"the writer thread did not end within {self._kit.timeout.total_seconds():g} s"
-            raise WriteFailedError({self._groups.rank: cause}) from None
-        finally:
-            self._staged = None
+        _, future = self._flying
+        error = self._ended(future)  # an interrupted wait can be waited for again
+        is_shared = error is None or isinstance(error, SaveFailedError)
+        outcome = Outcome(SaveStatus.READY)
+        if not is_shared:
+            outcome = Outcome(SaveStatus.FAILED, f"{type(error).__name__}: {error}")
+        verdict = agree(outcome, self._wrapper)
+        self._flying = self._staged = None
+        if verdict.status is SaveStatus.FAILED:
+            self.is_broken = True
+            raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
+        if error is not None:
+            raise error
+
+    def leave(self, *, failed: bool) -> None:
+        """Wait for the thread, which needs nobody's trainer. No collectives on this thread."""
+        flying, self._flying = self._flying, None
+        if flying is not None and (error := self._ended(flying[1])) is not None:
+            raise error
 
     def close(self) -> None:
         """Let the thread finish, then free host memory and leave the groups."""
-        if not self._thread.close(self._kit.timeout):
-            return  # it still uses all of them
+        if not self._thread.close(timedelta() if self.is_broken else self._kit.timeout):
+            logger.warning("The checkpoint writer does not end: its memory and its groups stay.")
+            return
         self._saver.close()
         self._stager.close()
         self._groups.close()
+
+    @property
+    def _wrapper(self) -> DistWrapper:
+        return DistWrapper(self._groups.trainer, self._groups.use_dist, 0)
+
+    def _ended(self, future: "Future[None]") -> BaseException | None:
+        try:
+            return future.exception(self._kit.timeout.total_seconds())
+        except TimeoutError:
+            limit = self._kit.timeout.total_seconds()
+            return TimeoutError(f"the writer thread did not end within {limit:g} s; what it writes may still appear")
 
     def _stage(self, state_dict: Mapping[str, Any]) -> Staged | BaseException:
         try:
@@ -100,16 +128,15 @@ class ThreadEngine:
 
     def _agree_on_first(self, staged: Staged | BaseException) -> None:
         """Refuse a state that one rank has no room for before anything is written, on every rank."""
-        wrapper = DistWrapper(self._groups.trainer, self._groups.use_dist, 0)
         outcome = Outcome(SaveStatus.READY)
         if not isinstance(staged, Staged):
             outcome = Outcome(SaveStatus.FAILED, f"staging failed: {type(staged).__name__}: {staged}")
-        verdict = agree(outcome, wrapper)
+        verdict = agree(outcome, self._wrapper)
         if verdict.status is SaveStatus.FAILED:
             if isinstance(staged, Staged):
                 staged.wait()
                 staged.release()
-            raise WriteFailedError(share_cause(verdict, outcome, wrapper))
+            raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
 
     def _write(self, save: Save, staged: Staged | BaseException) -> None:
         began = time.monotonic()
@@ -124,15 +151,12 @@ class ThreadEngine:
         try:
             self._bind_to_device()
             with self._kit.display.writing(save.path, self._groups.rank, size):
-                finished = self._saver.save_now(state, save.path)
-        except SaveFailedError:
-            raise
-        except ERRORS as error:  # of this rank alone: the group is broken, and the others hear of it by its timeout
-            cause = f"{type(error).__name__}: {error}"
-            raise WriteFailedError({self._groups.rank: cause}) from None
+                finished = self._saver.save_now(state, save.path, number=save.step, on_host=True)
         finally:
             if isinstance(staged, Staged):
                 staged.release()
+        if self.is_broken:  # all ranks have been told that it failed
+            return
         self._kit.accounting.written(save, began)
         self._kit.durable(save, finished.committed)
 

@@ -166,6 +166,7 @@ def retain(
     *,
     finalized: int,
     subdirectory: str = "",
+    abandoned: Collection[int] = (),
     judge: Callable[[str], CheckpointReport] = verify_checkpoint,
     remove: Callable[[StepPaths, int], None] = remove_step,
 ) -> RetentionReport:
@@ -184,6 +185,8 @@ def retain(
         policy: what to keep.
         finalized: the step that was published, or resumed from, last; newer ones are not touched.
         subdirectory: of the checkpoint inside each ``step_N``.
+        abandoned: steps of another life of the job, ahead of the one that this one resumed from: they stay, uncounted,
+            and are not in the report.
         judge: ``verify_checkpoint``, or a ``RememberingJudge`` around it.
         remove: takes one step away, or raises ``OSError``.
 
@@ -192,10 +195,11 @@ def retain(
     """
     paths = StepPaths(os.fspath(directory), subdirectory)
     try:
-        steps = paths.steps()
+        steps: Sequence[int] = paths.steps()
     except OSError as error:
         logger.warning("no checkpoint was removed: %r cannot be listed: %s", paths.directory, error.strerror)
         return RetentionReport()
+    steps = [step for step in steps if step not in abandoned]
     decisions, faults = _decided(paths, steps, policy, finalized, judge)
     going = [decision.step for decision in decisions if not decision.keep]
     failed = {step: problem for step in going if (problem := _removed(paths, step, faults.get(step), remove))}

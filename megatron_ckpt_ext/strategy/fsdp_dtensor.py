@@ -157,6 +157,8 @@ class FsdpDtensorSaver:
         self.prepared = prepared_metadata
         self._file = None if path is None else PreparedFile(path)
         self._group = process_group
+        # Kept: a job whose group is destroyed under a save has an error, and not as many jobs of one rank.
+        self._wrapper = DistWrapper(process_group, dist.is_initialized(), 0)
         self._on_drift = on_drift
         self._uneven = uneven
         self._fingerprint = fingerprint or Fingerprint(ckpt_format="fsdp_dtensor")
@@ -208,13 +210,22 @@ class FsdpDtensorSaver:
         index = self._queue.schedule_async_request(request)
         return StartedSave(directory=directory, mode=self.mode, index=index, ending=ending, saver=self)
 
-    def save_now(self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> FinishedSave:
-        """Save synchronously, whatever the mode is. Called on all ranks; collectives and errors as for ``save``."""
-        wrapper, directory = self._wrapper(), os.fspath(checkpoint_dir)
-        writer = SynchronousWriter(directory, thread_count=self._thread_count, owner=wrapper.rank)
+    def save_now(
+        self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str], *, number: int = 0, on_host: bool = False
+    ) -> FinishedSave:
+        """Save synchronously, whatever the mode is. Called on all ranks; collectives and errors as for ``save``.
+
+        Args:
+            state_dict: as for ``save``.
+            checkpoint_dir: as for ``save``.
+            number: of the save; ranks that give different ones raise.
+            on_host: whether all tensors are in host memory.
+        """
+        wrapper, directory = self._wrapper, os.fspath(checkpoint_dir)
+        writer = SynchronousWriter(directory, thread_count=self._thread_count, owner=wrapper.rank, on_host=on_host)
         planned = self._planned(state_dict, directory, wrapper, writer, writer.write)
         commit = self._commit(writer, planned, wrapper, lambda committed: None)
-        return FinishedSave(directory=directory, mode=self.mode, committed=commit_now(commit, wrapper))
+        return FinishedSave(directory=directory, mode=self.mode, committed=commit_now(commit, wrapper, number=number))
 
     def request(
         self, state_dict: StateDict, checkpoint_dir: str | os.PathLike[str], *, results_in_answer: bool = False
@@ -272,7 +283,7 @@ class FsdpDtensorSaver:
         if decide_mode(facts).asynchronous:
             writer, problem = probed_writer(start_writer, settings(), limit)
             facts = replace(facts, problem=problem)
-        mode = agree_on_mode(decide_mode(facts), self._wrapper())
+        mode = agree_on_mode(decide_mode(facts), self._wrapper)
         if not mode.asynchronous:
             if writer is not None:
                 writer.close()
@@ -290,10 +301,7 @@ class FsdpDtensorSaver:
 
     def _worker_settings(self) -> WorkerSettings:
         on_cuda = torch.cuda.is_available() and not self._use_cpu_shm
-        return WorkerSettings(rank=self._wrapper().rank, cuda_device=torch.cuda.current_device() if on_cuda else None)
-
-    def _wrapper(self) -> Any:
-        return DistWrapper(self._group, dist.is_initialized(), 0)
+        return WorkerSettings(rank=self._wrapper.rank, cuda_device=torch.cuda.current_device() if on_cuda else None)
 
     def _plan(self, state_dict: StateDict, directory: str, wrapper: Any) -> PlannedSave:
         def plain() -> dict[str, Any]:
@@ -323,7 +331,7 @@ class FsdpDtensorSaver:
     def _request(self, state_dict: StateDict, directory: str, ended: Callable[[Committed], None]) -> Any:
         from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync
 
-        wrapper = self._wrapper()
+        wrapper = self._wrapper
         writer = FileSystemWriterAsync(
             directory, thread_count=self._thread_count, use_cpu_shm_for_gpu_tensors=self._use_cpu_shm
         )

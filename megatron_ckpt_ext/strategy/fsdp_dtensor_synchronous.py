@@ -22,15 +22,19 @@ class SynchronousWriter(FileWriter):
     results_queue = None
     """No other process answers."""
 
-    def __init__(self, path: str, *, thread_count: int, owner: int) -> None:
+    def __init__(self, path: str, *, thread_count: int, owner: int, on_host: bool = False) -> None:
         """Build the writer of one checkpoint. No collectives.
 
         Args:
             path: directory of the checkpoint.
             thread_count: files that this rank writes.
             owner: this rank, for the names of its files.
+            on_host: whether all tensors are in host memory: torch then leaves CUDA alone, and does not wait for what
+                the device is doing.
         """
         super().__init__(path, thread_count=thread_count)
+        if on_host:
+            self.per_thread_copy_ahead = 0
         self._owner = owner
         self._results: Sequence[WriteResult] | None = None
         self._failure = "nothing was written"
@@ -59,14 +63,20 @@ class SynchronousWriter(FileWriter):
         return self._results
 
 
-def commit_now(commit: SaveCommit, wrapper: Any) -> Committed:
+def commit_now(commit: SaveCommit, wrapper: Any, *, number: int = 0) -> Committed:
     """Vote, conclude, and confirm. Called on all ranks: two MIN all_reduces, and what drift or failure needs.
+
+    Args:
+        commit: of this save.
+        wrapper: torch's ``_DistWrapper`` of the save.
+        number: of the save, below 2**61; ranks that save different ones raise instead of publishing a mixture.
 
     Raises:
         SaveFailedError: on every rank.
+        RuntimeError: on every rank: the ranks vote on different saves.
     """
     outcome = vote_of(commit)
-    verdict, late, committed = agree(outcome, wrapper), None, None
+    verdict, late, committed = agree(outcome, wrapper, call=2 * number), None, None
     try:
         committed = commit.conclude(verdict, outcome)
     except SaveFailedError:
@@ -76,7 +86,7 @@ def commit_now(commit: SaveCommit, wrapper: Any) -> Committed:
     confirmation = Outcome(SaveStatus.READY)
     if late is not None:
         confirmation = Outcome(SaveStatus.FAILED, f"publishing failed: {type(late).__name__}: {late}")
-    confirmed = agree(confirmation, wrapper, call=1)
+    confirmed = agree(confirmation, wrapper, call=2 * number + 1)
     if confirmed.status is SaveStatus.FAILED or committed is None:
         commit.withdraw()
         raise PublishFailedError(share_cause(confirmed, confirmation, wrapper)) from late
