@@ -30,7 +30,7 @@ FLAGS: tuple[Flag, ...] = (
         settings={
             "action": "store_true",
             "default": False,
-            "help": "Write checkpoints in the background while training goes on.",
+            "help": "Write checkpoints of torch_dist or fsdp_dtensor in the background while training goes on.",
         },
     ),
     Flag(

@@ -68,7 +68,8 @@ class CkptExtConfig:
             if self.ckpt_save_timeout is not None and not self._is_asynchronous:
                 raise ConfigurationError(
                     "--ckpt-save-timeout was given, but saves are not asynchronous: add --async-save and "
-                    "--use-persistent-ckpt-worker, without --async-strategy mcore, or leave it out"
+                    "--use-persistent-ckpt-worker with --ckpt-format torch_dist or fsdp_dtensor, without "
+                    "--async-strategy mcore, or leave it out"
                 )
             if self.ckpt_save_timeout is not None and not self.save:
                 raise ConfigurationError(
@@ -85,13 +86,17 @@ class CkptExtConfig:
 
     @property
     def _has_our_writer(self) -> bool:
-        return self.async_strategy == "nvrx" or self.ckpt_format == "fsdp_dtensor"
+        return self.async_strategy == "nvrx" or (self.ckpt_format == "fsdp_dtensor" and not self._saves_objects)
+
+    @property
+    def _saves_objects(self) -> bool:
+        return _is_object(self.save or "")
 
     @property
     def saves_dtensors(self) -> bool:
         """Whether asynchronous saves of ``fsdp_dtensor`` are asked for; with either strategy, they are ours."""
         is_ours = self.ckpt_format == "fsdp_dtensor" and self._is_asynchronous
-        return is_ours and bool(self.save) and not _is_object(self.save or "")
+        return is_ours and bool(self.save) and not self._saves_objects
 
     @property
     def owns_queue(self) -> bool:
@@ -102,12 +107,17 @@ class CkptExtConfig:
         if not self.ckpt_metadata:
             return "an empty file name: name the prepared metadata file"
         if not self.async_save:
-            return "without --async-save: add --async-save, only asynchronous saves reuse metadata"
+            return (
+                "without --async-save: add --async-save, only asynchronous saves, of torch_dist and fsdp_dtensor, "
+                "reuse metadata"
+            )
         if not self.use_persistent_ckpt_worker:
             return (
                 "with --async-save but without --use-persistent-ckpt-worker: add --use-persistent-ckpt-worker, "
                 "Megatron saves synchronously without it"
             )
+        if self._saves_objects and self.ckpt_format == "fsdp_dtensor":
+            return f"with --ckpt-format {self.ckpt_format} and --save {self.save}: save to a directory"
         if not self._has_our_writer:
             return (
                 f"with --async-strategy {self.async_strategy}: remove it or say nvrx, "
@@ -122,9 +132,7 @@ class CkptExtConfig:
                 "on a path of the multi-storage client: name a file on a local or shared file system, every job reads "
                 "it anew"
             )
-        if _is_object(self.save) and self.ckpt_format != "torch_dist":
-            return f"with --ckpt-format {self.ckpt_format} and --save {self.save}: save to a directory"
-        if _is_object(self.save) and not self.enable_msc:
+        if self._saves_objects and not self.enable_msc:
             return f"with --save {self.save} but without --enable-msc: add --enable-msc, or save to a directory"
         return None
 

@@ -176,3 +176,20 @@ def test_flags_unset(tmp_path: Path) -> None:
 def objects(measured: dict[str, Any], side: str) -> int:
     phases = measured["collectives"][side].values()
     return sum(number for phase in phases for name, number in phase.items() if "object" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_manager(tmp_path: Path) -> None:
+    sizes = ("--ranks", "1", "--tensors", "3", "--elements", "4096", "--directory", str(tmp_path))
+    printed, written = run("manager", tmp_path, *sizes)
+
+    assert "A writer that sleeps for 3 steps" in printed
+    (measured,) = written["measured"]
+    (found,) = measured["found"]
+    assert found["staged"] == 3 * 4096 * 4
+    assert len(found["rounds"]) == len(found["slow"]) == 2
+    assert all(0 < each["save"] <= each["durable"] and min(each.values()) > 0 for each in found["rounds"])
+    assert list(bounds(written).values()) == [1.3, 1.1, 1.1, 3]
+    assert written["limits"][3]["met"]  # it sleeps, whatever the sizes
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

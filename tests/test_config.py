@@ -22,11 +22,20 @@ REFUSED = [
     ({"ckpt_format": "fsdp_dtensor", "async_save": False}, "--async-save", "add --async-save"),
     ({"ckpt_format": "torch"}, "--ckpt-format torch:", "use torch_dist or fsdp_dtensor"),
     ({"ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp", "use torch_dist or fsdp_dtensor"),
-    (
-        {"ckpt_format": "fsdp_dtensor", "save": "msc://profile/run", "enable_msc": True},
-        "--ckpt-format fsdp_dtensor and --save msc://profile/run",
-        "save to a directory",
+    *(
+        (
+            {
+                "ckpt_format": "fsdp_dtensor",
+                "save": "msc://profile/run",
+                "enable_msc": True,
+                "async_strategy": strategy,
+            },
+            "--ckpt-format fsdp_dtensor and --save msc://profile/run",
+            "save to a directory",
+        )
+        for strategy in ("nvrx", "mcore")
     ),
+    ({"async_save": False}, "--async-save", "asynchronous saves, of torch_dist and fsdp_dtensor"),
     ({"save": None}, "--save", "add --save DIRECTORY"),
     ({"save": ""}, "--save", "add --save DIRECTORY"),
     ({"ckpt_metadata": "msc://profile/prepared"}, "--ckpt-metadata msc://profile/prepared", "name a file on a local"),
@@ -117,6 +126,11 @@ def test_our_queue_is_in_charge_where_metadata_or_a_timeout_or_dtensors_are(give
             {"async_save": True, "async_strategy": "mcore", "ckpt_save_timeout": 60.0},
             "without --async-strategy mcore, or leave it out",
         ),
+        (
+            {**DTENSORS, "save": "msc://profile/run", "async_strategy": "mcore", "ckpt_save_timeout": 60.0},
+            "without --async-strategy mcore, or leave it out",
+        ),
+        ({"ckpt_save_timeout": 60.0}, "--ckpt-format torch_dist or fsdp_dtensor, "),
         (
             {"async_save": True, "ckpt_metadata_on_drift": "fail"},
             "--ckpt-metadata-on-drift fail was given without --ckpt-metadata: add --ckpt-metadata FILE",

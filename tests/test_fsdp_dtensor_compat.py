@@ -125,9 +125,35 @@ def test_plain_state_beside_sharded_state_of_the_same_entry_is_refused() -> None
         refuse_plain_optimizer_state([sharded, Entry("state.0.exp_avg_sq", torch.float32, (4, 3), (4, 3))])
 
 
+@pytest.mark.parametrize("key", ["optimizer.state.0.exp_avg", "state.12.exp_avg"])
+def test_plain_state_of_a_number_with_the_shape_of_any_shard_is_refused_with_its_key(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{key} is a plain tensor of shape .* get_optimizer_state_dict"):
+        refuse_plain_optimizer_state(entries(key, 4, 3))
+
+
+@pytest.mark.parametrize("sizes", [(12,), (3, 4), (1, 12)], ids=str)
+def test_flattened_state_of_a_sharded_parameter_is_refused_with_its_key(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="layer.weight.exp_avg is a plain tensor of shape "):
+        refuse_plain_optimizer_state(entries("optimizer.state.layer.weight.exp_avg", *sizes))
+
+
+def test_state_with_the_shape_of_a_tensor_that_lies_on_one_rank_says_nothing_of_shards() -> None:
+    alone = WEIGHT._replace(sizes=WEIGHT.shape)
+    one = Entry("model.layer.bias", torch.float32, (1, 1), (2, 1), SPREAD)
+    for entry in (
+        Entry("state.0.exp_avg", torch.float32, (7, 3), (7, 3)),
+        Entry("state.layer.weight.exp_avg", torch.float32, (21,), (21,)),
+        Entry("state.layer.bias.growth", torch.float32, (1,), (1,)),
+    ):
+        refuse_plain_optimizer_state([alone, one, entry])
+
+
 @pytest.mark.parametrize(
     ("key", "sizes"),
     [
+        ("optimizer.state.0.step", (4, 3)),
+        ("optimizer.state.0.scale", ()),
+        ("optimizer.state.0.exp_avg", (12,)),
         ("optim.state.layer.weight.step", ()),
         ("optim.state.layer.weight.step", (4, 3)),
         ("optim.state.layer.weight.quantization_map", (256,)),

@@ -1,5 +1,6 @@
 """Asynchronous saves that are asked for and not possible: the same checkpoint, written once, and one warning."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -27,8 +28,9 @@ from workload import heard
 
 from megatron_ckpt_ext.commit.commit import How
 from megatron_ckpt_ext.commit.failures import PublishFailedError, WriteFailedError
+from megatron_ckpt_ext.compat import megatron_training
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FinishedSave, FsdpDtensorSaver, save_fsdp_dtensor
-from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import Facts, decide_mode
+from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import Facts, decide_mode, find_facts
 from megatron_ckpt_ext.write.worker import WorkerSettings
 from megatron_ckpt_ext.write.writer import Writer
 
@@ -212,3 +214,24 @@ def test_the_decision_says_why(facts: Facts, asynchronous: bool, reason: str) ->
     assert mode.asynchronous is asynchronous
     assert mode.reason.startswith(reason)
     assert mode.is_fallback is (facts.async_save and not asynchronous)
+
+
+@pytest.mark.parametrize(("version", "is_tried"), [("0.7.0", True), ("0.6.0", False), ("a fork", False)])
+def test_only_a_version_that_is_supported_is_imported(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_tried: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_ckpt_ext.compat.nvrx", None)
+
+    facts = find_facts(async_save=True, version=lambda: version)
+
+    assert facts.problem.startswith("nvidia-resiliency-ext cannot be imported (") is is_tried
+    assert decide_mode(facts).is_fallback
+
+
+@pytest.mark.parametrize("version", ["0.6.0", "0.8.0", "a fork"])
+def test_what_is_installed_and_what_a_job_decides_are_one_check(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata.Distribution, "version", version)
+
+    assert megatron_training.nvrx_version() == version
+    assert megatron_training.unsupported_reason() == decide_mode(find_facts(async_save=True)).reason
+    assert version in decide_mode(find_facts(async_save=True)).reason

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from megatron_ckpt_ext.commit.commit import How
 from megatron_ckpt_ext.commit.failures import WriteFailedError
 from megatron_ckpt_ext.compat.dcp import DistWrapper
+from megatron_ckpt_ext.plan.dtensor_exchange import ExchangeError
 from megatron_ckpt_ext.plan.dtensor_uneven import place_uneven_shards
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver
 
@@ -232,10 +233,35 @@ def disagreeing_on_rank(directory: str) -> list[str]:
 
 
 def test_what_does_not_fit_together_is_an_error_with_its_key_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    lost, ruled, plain = ranks.run(disagreeing_on_rank, str(tmp_path), world_size=4)[3]
+    first, *others = ranks.run(disagreeing_on_rank, str(tmp_path), world_size=4)
 
+    assert others == [first] * 3
+    lost, ruled, plain = first
     assert "the shards of exp_avg.rows have 5 of 7 elements in dimension 0, on the ranks 0, 1" in lost
     assert "rank 0: planning failed: ConfigurationError: model.rows has [3, 4] of [7, 4] on this rank" in ruled
     assert "pass uneven=True" in ruled
     assert "optimizer.state.rows.exp_avg is a plain tensor of shape [2, 4], and model.rows is a DTensor" in plain
     assert not any(path.suffix == ".distcp" for path in tmp_path.rglob("*"))
+
+
+def placed_on_rank() -> str:
+    """Rank 1 alone has a state dict that cannot be flattened: two of its leaves have one key."""
+    state: StateDict = {
+        "rows": Cut(mesh=(2,), placements=[Shard(0)], parts=rows(5, 2)).dtensor(
+            torch.ones(7, 4), init_device_mesh("cpu", (2,))
+        )
+    }
+    if dist.get_rank() == 1:
+        state |= {"nested": {"rows": 1}, "nested.rows": 2}
+    try:
+        place_uneven_shards(state, DistWrapper(None, True, 0))
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_dict_that_one_rank_cannot_flatten_is_an_error_of_all(ranks: RankPool) -> None:
+    first, second = ranks.run(placed_on_rank, timeout=20)
+
+    assert first == second
+    assert first.startswith("rank 1: planning failed: ValueError: ")

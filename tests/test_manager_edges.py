@@ -4,6 +4,7 @@ import io
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-ASYNC = {"async_save": True, "progress": False}
+ASYNC: dict[str, Any] = {"async_save": True, "progress": False}
 
 
 def different_steps_on_rank(directory: str) -> list[str | None]:

@@ -5,11 +5,18 @@ Megatron has no plug-in point for any of this, so names are replaced in the modu
 """
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Final
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
-__all__ = ["LOAD_BASE", "nvrx_version", "unfinalized_saves", "unsupported_megatron", "unsupported_reason"]
+__all__ = [
+    "LOAD_BASE",
+    "nvrx_version",
+    "unfinalized_saves",
+    "unsupported_megatron",
+    "unsupported_nvrx",
+    "unsupported_reason",
+]
 
 SUPPORTED_MEGATRON: Final = ("0.19", "0.20")
 """From this version on, and below that one."""
@@ -19,23 +26,26 @@ LOAD_BASE: Final = "_load_base_checkpoint"
 
 
 def unsupported_reason() -> str | None:
-    """Say why the installed versions are not supported, or ``None``."""
-    if (megatron := unsupported_megatron()) is not None:
-        return megatron
-    nvrx = nvrx_version()
-    if nvrx is None:
-        return "nvidia-resiliency-ext is not installed"
-    if not _within(Version(nvrx), SUPPORTED_NVRX):
-        return _sentence("nvidia-resiliency-ext", Version(nvrx), SUPPORTED_NVRX)
-    return None
+    """Say why the installed versions are not supported, or ``None``. Imports nothing of NVRx."""
+    return unsupported_megatron() or unsupported_nvrx(nvrx_version())
 
 
 def unsupported_megatron() -> str | None:
     """Say why the installed Megatron is not supported, whatever there is of NVRx; or ``None``."""
     import megatron.core
 
-    megatron = Version(megatron.core.__version__)
-    return None if _within(megatron, SUPPORTED_MEGATRON) else _sentence("megatron-core", megatron, SUPPORTED_MEGATRON)
+    return _unsupported("megatron-core", megatron.core.__version__, SUPPORTED_MEGATRON)
+
+
+def unsupported_nvrx(found: str | None) -> str | None:
+    """Say why a version of NVRx is not supported, or ``None``.
+
+    Args:
+        found: of ``nvrx_version``.
+    """
+    if found is None:
+        return "nvidia-resiliency-ext is not installed"
+    return _unsupported("nvidia-resiliency-ext", found, SUPPORTED_NVRX)
 
 
 def unfinalized_saves() -> int:
@@ -54,9 +64,10 @@ def nvrx_version() -> str | None:
         return None
 
 
-def _within(found: Any, bounds: tuple[str, str]) -> bool:
-    return bool(Version(bounds[0]) <= found < Version(bounds[1]))
-
-
-def _sentence(name: str, found: Version, bounds: tuple[str, str]) -> str:
-    return f"{name} {found} is not between {bounds[0]} and {bounds[1]}, the versions it was tested with"
+def _unsupported(name: str, found: str, bounds: tuple[str, str]) -> str | None:
+    lowest, above = map(Version, bounds)
+    try:
+        fits = lowest <= Version(found) < above
+    except InvalidVersion:  # of a fork
+        fits = False
+    return None if fits else f"{name} {found} is installed, {lowest} or later, below {above}, is needed"

@@ -7,7 +7,10 @@ import torch
 from megatron_ckpt_ext.compat.megatron_training import nvrx_version
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 
-__all__ = ["files_per_rank", "fingerprint_of", "optimizer_sharding"]
+__all__ = ["files_per_rank", "fingerprint_of", "optimizer_sharding", "set_defaults"]
+
+_DEFAULTS = {"dist_ckpt_workers": 1, "enable_msc": False}
+"""Arguments of saves that a Megatron, or a configuration made for another one, may lack."""
 
 
 def fingerprint_of(args: Namespace) -> Fingerprint:
@@ -32,8 +35,21 @@ def fingerprint_of(args: Namespace) -> Fingerprint:
 
 
 def files_per_rank(args: Namespace) -> int:
-    """Return how many files each rank writes: Megatron uses several with a constant structure only."""
-    return int(args.dist_ckpt_workers) if args.ckpt_assume_constant_structure else 1
+    """Return how many files each rank writes; 1 if the arguments do not say.
+
+    With ``torch_dist`` Megatron uses several with a constant structure only; ``fsdp_dtensor`` does not need one.
+    """
+    is_dtensors = getattr(args, "ckpt_format", None) == "fsdp_dtensor"
+    several = is_dtensors or getattr(args, "ckpt_assume_constant_structure", False)
+    workers = getattr(args, "dist_ckpt_workers", None) if several else None
+    return _DEFAULTS["dist_ckpt_workers"] if workers is None else int(workers)
+
+
+def set_defaults(args: Namespace) -> None:
+    """Give Megatron, which reads them in every save, the arguments of saves that the job lacks. No collectives."""
+    for name, value in _DEFAULTS.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
 
 
 def optimizer_sharding(args: Namespace) -> str:

@@ -1,15 +1,12 @@
 """A warm writer that is tried before training, so that a job without one can still save synchronously."""
 
-import logging
 from datetime import timedelta
 
 from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter
-from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import probed_writer
+from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import probed_writer, start_problem
 from megatron_ckpt_ext.write.worker import WorkerSettings
 
 __all__ = ["ProbedWarmWriter"]
-
-logger = logging.getLogger(__name__)
 
 
 class ProbedWarmWriter(WarmWriter):
@@ -23,19 +20,25 @@ class ProbedWarmWriter(WarmWriter):
         """
         super().__init__()
         self._timeout = timeout
+        self._problem = ""
 
     def start(self, settings: WorkerSettings, timeout: timedelta) -> None:
-        """Start a writer unless one is held; a failure shows again in ``probe``."""
+        """Start a writer unless one is held; a failure is what ``probe`` returns."""
+        self._problem = ""
         try:
             super().start(settings, timeout)
-        except Exception as error:  # becomes a vote in ``probe``: the peers are on their way to it
-            logger.warning("No checkpoint writer process: %s: %s.", type(error).__name__, error)
+        except Exception as error:  # becomes a vote after ``probe``: the peers are on their way to it
+            self._problem = start_problem(error)
 
     def probe(self) -> str:
-        """Let the held writer, or a new one, do nothing once, and hold it again. No collectives, never raises.
+        """Let the held writer do nothing once, and hold it again. No collectives, never raises.
+
+        A writer that could not be started is not tried again; where none was, a new one is.
 
         Returns:
             Why there is none; empty if there is one.
         """
+        if self._problem:
+            return self._problem
         self._writer, problem = probed_writer(self.take, self.settings(), self._timeout)
         return problem

@@ -18,17 +18,19 @@ import torch.distributed.checkpoint as dcp
 from megatron_ckpt_ext.commit.commit import Committed, OnDrift
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.config import CkptExtConfig
+from megatron_ckpt_ext.errors import ConfigurationError
+from megatron_ckpt_ext.integrations.fingerprint import files_per_rank
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.dtensor_uneven import place_uneven_shards
 from megatron_ckpt_ext.replacements import Replacement, Replacements
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver
-from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import agree_on_mode, decide_mode, find_facts
+from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import Mode, agree_on_mode, decide_mode, find_facts
 
 if TYPE_CHECKING:
     from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
 
-__all__ = ["MegatronFsdp", "can_save_asynchronously", "dtensor_fingerprint", "fsdp_hooks", "save_synchronously"]
+__all__ = ["MegatronFsdp", "dtensor_fingerprint", "fsdp_hooks", "installed_mode", "save_synchronously"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class MegatronFsdp:
         prepared: PreparedMetadata | None,
         on_commit: Callable[[Committed], None],
         warm: "ProbedWarmWriter | None",
+        earlier_fallback: str | None = None,
     ) -> "MegatronFsdp":
         """Decide how the job saves. Called on all ranks, before training: collectives of ``agree_on_mode``.
 
@@ -84,17 +87,21 @@ class MegatronFsdp:
             prepared: the layout to follow.
             on_commit: called with every published save.
             warm: the writer process that Megatron has started.
+            earlier_fallback: why saves were synchronous before an in-process restart.
+
+        Raises:
+            ConfigurationError: on every rank: the job falls back, and something needs asynchronous saves.
         """
         if not config.saves_dtensors:
             return cls(None, group)
         facts = find_facts(async_save=True)
         if decide_mode(facts).asynchronous:
-            facts = replace(facts, problem=_problem(args, warm))
+            facts = replace(facts, problem=_problem(args, warm, earlier_fallback))
         mode = agree_on_mode(decide_mode(facts), DistWrapper(group, True, 0))
         if not mode.asynchronous:
-            save_synchronously(args)
             if warm is not None:
                 warm.close()
+            save_synchronously(args, mode.reason)
         saver = FsdpDtensorSaver(
             process_group=group,
             prepared_metadata=prepared,
@@ -174,30 +181,39 @@ def fsdp_hooks(running: Callable[[], MegatronFsdp | None]) -> Iterator[Replaceme
     yield checkpointing, "get_save_and_finalize_callbacks", _returning(finish)
 
 
-def can_save_asynchronously() -> bool:
-    """Whether this rank could, from what is installed. No collectives."""
-    return decide_mode(find_facts(async_save=True)).asynchronous
+def installed_mode() -> Mode:
+    """Decide for this rank from what is installed alone. No collectives."""
+    return decide_mode(find_facts(async_save=True))
 
 
-def _problem(args: Namespace, warm: "ProbedWarmWriter | None") -> str:
+def _problem(args: Namespace, warm: "ProbedWarmWriter | None", earlier_fallback: str | None) -> str:
     if not args.async_save:  # after an in-process restart of a job that has fallen back
-        return "Megatron was started with synchronous saves"
+        return earlier_fallback or "Megatron was started with synchronous saves"
     return "no writer process was started" if warm is None else warm.probe()
 
 
-def save_synchronously(args: Namespace) -> None:
-    """Set what Megatron's ``validate_args`` sets where saves are not asynchronous."""
+def save_synchronously(args: Namespace, reason: str) -> None:
+    """Set what Megatron's ``validate_args`` sets where saves are not asynchronous. No collectives.
+
+    Args:
+        args: Megatron's.
+        reason: why they are not.
+
+    Raises:
+        ConfigurationError: something needs asynchronous saves, which ``validate_args`` asserts.
+    """
+    logits = getattr(args, "logits_save_dir", None)
+    if logits is not None:
+        raise ConfigurationError(
+            f"--logits-save-dir {logits} was given, but asynchronous saves, which write the logits, are not possible: "
+            f"{reason}. Leave it out, or put that right"
+        )
     args.async_save, args.async_strategy = False, "mcore"
 
 
-def files_per_rank(args: Namespace) -> int:
-    """Return how many files each rank writes; ``fsdp_dtensor`` needs no constant structure for several."""
-    return int(getattr(args, "dist_ckpt_workers", 1))
-
-
-def dtensor_fingerprint(fingerprint: Fingerprint, args: Namespace) -> Fingerprint:
+def dtensor_fingerprint(fingerprint: Fingerprint) -> Fingerprint:
     """Return the fingerprint of a job with what is different in ``fsdp_dtensor``."""
-    return replace(fingerprint, workers_per_rank=files_per_rank(args), optimizer_sharding="fsdp_dtensor")
+    return replace(fingerprint, optimizer_sharding="fsdp_dtensor")
 
 
 def _placing(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | None]) -> Callable[..., Any]:

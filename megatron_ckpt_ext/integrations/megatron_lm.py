@@ -22,7 +22,8 @@ from megatron_ckpt_ext.compat.megatron_training import (
 )
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
-from megatron_ckpt_ext.integrations.megatron_fsdp import can_save_asynchronously, save_synchronously
+from megatron_ckpt_ext.integrations.fingerprint import set_defaults
+from megatron_ckpt_ext.integrations.megatron_fsdp import installed_mode, save_synchronously
 from megatron_ckpt_ext.integrations.session import MegatronSession
 from megatron_ckpt_ext.replacements import Replacement, Replacements
 from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import find_facts
@@ -138,8 +139,8 @@ class Installation:
             if self.unsupported is None or getattr(args, "ckpt_format", None) == "fsdp_dtensor":
                 self.check(args)
             result = stock(args, *rest, **options)
-            if self._config.saves_dtensors and not can_save_asynchronously():
-                save_synchronously(args)  # else Megatron starts a writer that this rank cannot have
+            if self._config.saves_dtensors and not (mode := installed_mode()).asynchronous:
+                save_synchronously(args, mode.reason)  # else Megatron starts a writer that this rank cannot have
             return result
 
         return validate_args
@@ -155,9 +156,12 @@ class Installation:
                 return result
             if getattr(get_args(), "yaml_cfg", None) is not None:
                 _refuse_lost_flags()
+            earlier_fallback = None
             if self.session is not None:  # of the job before an in-process restart
+                earlier_fallback = self.session.fallback
                 self.session.close()
-            self.session = MegatronSession(get_args(), self._config, self._probed)
+            set_defaults(get_args())
+            self.session = MegatronSession(get_args(), self._config, self._probed, earlier_fallback)
             atexit.register(self.session.close)
             return result
 

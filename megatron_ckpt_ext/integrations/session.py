@@ -15,7 +15,7 @@ from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import fingerprint_of
-from megatron_ckpt_ext.integrations.megatron_fsdp import MegatronFsdp, can_save_asynchronously, dtensor_fingerprint
+from megatron_ckpt_ext.integrations.megatron_fsdp import MegatronFsdp, dtensor_fingerprint, installed_mode
 from megatron_ckpt_ext.integrations.observer import SaveObserver
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.strategy.startup import Action, Finding, agree_on_start, examine
@@ -38,7 +38,13 @@ class MegatronSession:
         fsdp: its saves and loads of ``fsdp_dtensor``; ``None`` with another format.
     """
 
-    def __init__(self, args: Namespace, config: CkptExtConfig, warm: "ProbedWarmWriter | None" = None) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        config: CkptExtConfig,
+        warm: "ProbedWarmWriter | None" = None,
+        earlier_fallback: str | None = None,
+    ) -> None:
         """Decide with all ranks what this job does.
 
         Called on all ranks, after Megatron has initialised torch.distributed: one MIN all_reduce, and one new gloo
@@ -48,6 +54,7 @@ class MegatronSession:
             args: of Megatron.
             config: what was asked for.
             warm: the writer process that was started, for ``fsdp_dtensor``.
+            earlier_fallback: ``fallback`` of the session before an in-process restart.
 
         Raises:
             ConfigurationError: on every rank, with the same sentence.
@@ -56,7 +63,7 @@ class MegatronSession:
         has_dtensors = config.ckpt_format == "fsdp_dtensor"
         self._fingerprint = fingerprint_of(args)
         if has_dtensors:
-            self._fingerprint = dtensor_fingerprint(self._fingerprint, args)
+            self._fingerprint = dtensor_fingerprint(self._fingerprint)
         self._strategy: PreparedSaveStrategy | None = None
         self.observer: SaveObserver | None = None
         self._finding = agree_on_start(self._examine(), config)
@@ -64,7 +71,7 @@ class MegatronSession:
         # A CPU group of our own: nothing synchronises the GPU, and nobody else's collectives come in between.
         own_group = (self.action is not Action.NOTHING or has_dtensors) and args.use_gloo_process_groups
         self._group: Any = dist.new_group(backend="gloo", timeout=_group_timeout(config)) if own_group else None
-        self.fsdp = self._start_fsdp(args, warm) if has_dtensors else None
+        self.fsdp = self._start_fsdp(args, warm, earlier_fallback) if has_dtensors else None
         if self.action is not Action.NOTHING:
             self._announce(self._finding)
 
@@ -85,7 +92,9 @@ class MegatronSession:
             create=config.ckpt_metadata_create,
         )
 
-    def _start_fsdp(self, args: Namespace, warm: "ProbedWarmWriter | None") -> MegatronFsdp:
+    def _start_fsdp(
+        self, args: Namespace, warm: "ProbedWarmWriter | None", earlier_fallback: str | None
+    ) -> MegatronFsdp:
         return MegatronFsdp.start(
             args,
             self._config,
@@ -94,6 +103,7 @@ class MegatronSession:
             prepared=self._finding.prepared,
             on_commit=self._committed,
             warm=warm,
+            earlier_fallback=earlier_fallback,
         )
 
     def strategy(self, *args: Any, **kwargs: Any) -> TorchDistSaveShardedStrategy:
@@ -174,7 +184,7 @@ class MegatronSession:
 
 def _group_timeout(config: CkptExtConfig) -> timedelta | None:
     """Return how long ranks wait for each other; ``None`` without NVRx, where no queue waits for anything."""
-    if not can_save_asynchronously():
+    if not installed_mode().asynchronous:
         return None
     from megatron_ckpt_ext.commit.queue import group_timeout
     from megatron_ckpt_ext.integrations.megatron_queue import save_timeout

@@ -4,6 +4,7 @@ An optimizer that does not know DTensors makes the state of a sharded parameter 
 as it is, one rank's part would be taken for everybody's.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,14 +17,16 @@ _STATE = "state"
 """What optimizers, torch's ``get_optimizer_state_dict`` and Megatron call the part with one entry a parameter."""
 _STEP = "step"
 """A count, which some optimizers keep in a tensor of one dimension."""
+_REMEDY = "Use an optimizer that makes its state as DTensors"
 
 
 def refuse_plain_optimizer_state(entries: Sequence[Entry]) -> None:
     """Look for a plain tensor in ``state.<parameter>.<name>`` with the shape of a DTensor that is its parameter.
 
     Its parameter is a DTensor whose key ends in the parameter's name, or the other way round; or any DTensor in the
-    same entry. Scalars, and tensors with a shape of their own (quantization maps), are what they say they are. No
-    collectives.
+    same entry. As many elements as this rank has of it are its shard in any shape: some optimizers flatten.
+    A number, as in torch's ``Optimizer.state_dict``, may be any parameter, so the shape of any shard is refused.
+    Scalars, and tensors with a shape of their own (quantization maps), are what they say they are. No collectives.
 
     Raises:
         ConfigurationError: there is one; with its key.
@@ -32,15 +35,33 @@ def refuse_plain_optimizer_state(entries: Sequence[Entry]) -> None:
     if not plain:
         return
     by_name, siblings = _by_name(entries), _siblings(entries)
+    parts = {entry.sizes: entry for entry in entries if _is_part(entry)}
     for entry in plain:
         owner = _owner(entry.key) or ""
         for tensor in (*siblings[_entry_of(entry.key)], *_parameters(owner, by_name)):
-            if entry.sizes in (tensor.sizes, tensor.shape):
-                raise ConfigurationError(
-                    f"{entry.key} is a plain tensor of shape {list(entry.sizes)}, and {tensor.key} is a DTensor of "
-                    f"shape {list(tensor.shape)}, {list(tensor.sizes)} of it on this rank: one rank's part would be "
-                    "saved as that of all. Use an optimizer that makes its state as DTensors"
-                )
+            if entry.sizes in (tensor.sizes, tensor.shape) or _is_flattened(entry, tensor):
+                raise ConfigurationError(f"{_sentence(entry, tensor)}. {_REMEDY}")
+        if owner.isdigit() and entry.sizes in parts:
+            raise ConfigurationError(
+                f"{_sentence(entry, parts[entry.sizes])}. {_REMEDY}, or torch's get_optimizer_state_dict, which names "
+                "the parameters"
+            )
+
+
+def _sentence(entry: Entry, tensor: Entry) -> str:
+    return (
+        f"{entry.key} is a plain tensor of shape {list(entry.sizes)}, and {tensor.key} is a DTensor of shape "
+        f"{list(tensor.shape)}, {list(tensor.sizes)} of it on this rank: one rank's part would be saved as that of all"
+    )
+
+
+def _is_part(tensor: Entry) -> bool:
+    return tensor.is_sharded and tensor.sizes != tensor.shape
+
+
+def _is_flattened(entry: Entry, tensor: Entry) -> bool:
+    """Whether it has as many elements as this rank has of the tensor; one alone is a scalar of many optimizers."""
+    return _is_part(tensor) and 1 < math.prod(entry.sizes) == math.prod(tensor.sizes)
 
 
 def _owner(key: str) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_ckpt_ext.compat.dtensor import DTensor, flattened, hang_chunk
 from megatron_ckpt_ext.plan.dtensor_exchange import agree_on_offsets
-from megatron_ckpt_ext.plan.dtensor_holdings import DtensorHoldings
+from megatron_ckpt_ext.plan.dtensor_holdings import DtensorHoldings, Entry
 
 __all__ = ["place_uneven_shards"]
 
@@ -21,12 +21,16 @@ def place_uneven_shards(state_dict: Mapping[str, Any], wrapper: Any) -> None:
         wrapper: torch's ``_DistWrapper`` of all ranks.
 
     Raises:
-        ExchangeError: on every rank: the shards of a tensor do not make up the tensor; with its key.
+        ExchangeError: on every rank: the shards of a tensor do not make up the tensor, with its key; or the state dict
+            of a rank cannot be read.
     """
-    flat, _ = flattened(state_dict)
-    offsets = agree_on_offsets(
-        lambda: [entry for entry in DtensorHoldings.of(flat).entries if entry.is_sharded], wrapper
-    )
+    flat: dict[str, Any] = {}
+
+    def sharded() -> list[Entry]:  # in the exchange: what goes wrong in it is heard by the peers
+        flat.update(flattened(state_dict)[0])
+        return [entry for entry in DtensorHoldings.of(flat).entries if entry.is_sharded]
+
+    offsets = agree_on_offsets(sharded, wrapper)
     for key, offset in offsets.items():
         value = flat[key]
         if isinstance(value, DTensor):

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from megatron_ckpt_ext.commit.status import reduce_min
-from megatron_ckpt_ext.compat.megatron_training import SUPPORTED_NVRX, nvrx_version
+from megatron_ckpt_ext.compat.megatron_training import nvrx_version, unsupported_nvrx
 from megatron_ckpt_ext.write.nothing import write_nothing
 from megatron_ckpt_ext.write.worker import Call, WorkerSettings
 from megatron_ckpt_ext.write.writer import Writer
 
-__all__ = ["Facts", "Mode", "agree_on_mode", "decide_mode", "find_facts", "probed_writer"]
+__all__ = ["Facts", "Mode", "agree_on_mode", "decide_mode", "find_facts", "probed_writer", "start_problem"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +48,19 @@ def decide_mode(facts: Facts) -> Mode:
     """Decide for one rank. Pure; no collectives."""
     if not facts.async_save:
         return Mode(asynchronous=False, reason="asynchronous saves were not asked for")
-    if facts.nvrx is None:
-        return _fallback("nvidia-resiliency-ext is not installed")
-    lowest, above = (Version(bound) for bound in SUPPORTED_NVRX)
-    try:
-        fits = lowest <= Version(facts.nvrx) < above
-    except InvalidVersion:
-        fits = False
-    if not fits:
-        return _fallback(
-            f"nvidia-resiliency-ext {facts.nvrx} is installed, {lowest} or later, below {above}, is needed"
-        )
+    unsupported = unsupported_nvrx(facts.nvrx)
+    if unsupported is not None:
+        return _fallback(unsupported)
     if facts.problem:
         return _fallback(facts.problem)
     return Mode(asynchronous=True, reason="asynchronous saves were asked for")
 
 
 def find_facts(*, async_save: bool, version: Callable[[], str | None] = nvrx_version) -> Facts:
-    """Look at what is installed. No collectives, never raises."""
+    """Look at what is installed; a version that is not supported is not imported. No collectives, never raises."""
     installed = version() if async_save else None
     problem = ""
-    if installed is not None:
+    if unsupported_nvrx(installed) is None:
         try:
             import megatron_ckpt_ext.compat.nvrx  # noqa: F401
         except Exception as error:  # an optional package can fail to import in any way
@@ -94,7 +84,7 @@ def probed_writer(
     try:
         writer = start(settings, timeout)
     except Exception as error:
-        return None, f"no writer process can be started ({type(error).__name__}: {error})"
+        return None, start_problem(error)
     call = Call(index=_PROBE, function=write_nothing, arguments=[], options={}, preload=None)
     writer.submit(call)
     writer.wait()
@@ -104,6 +94,11 @@ def probed_writer(
         return writer, ""
     writer.close()
     return None, f"the writer process does not work ({failure})"
+
+
+def start_problem(error: Exception) -> str:
+    """Say why there is no writer process."""
+    return f"no writer process can be started ({type(error).__name__}: {error})"
 
 
 def agree_on_mode(mode: Mode, wrapper: Any) -> Mode:
