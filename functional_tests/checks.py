@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,29 +54,27 @@ def cost_table(jobs: Iterable[Job]) -> Table:
 
 def run_demo(
     description: str | None,
+    run: Callable[[Path, Callable[[str], None]], tuple[Table, Iterable[Check]]],
     *,
-    jobs: Callable[[Path, Callable[[str], None]], Mapping[str, Job]],
-    table: Iterable[str],
-    checks: Callable[[Mapping[str, Job], Path], Iterator[Check]],
+    width: int | None = None,
 ) -> int:
-    """Run jobs, print the table and the checks; returns the exit code.
+    """Run a demo in a folder, print its table and its checks; returns the exit code.
 
     Args:
         description: for ``--help``.
-        jobs: runs every job in a folder, and says what it does.
-        table: names of the jobs in the table.
-        checks: looks at the jobs and their folder.
+        run: runs every job in a folder, says what it does, and returns what is to be printed.
+        width: of the output, in characters.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoints, logs and events here")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=width)
     output = options.keep or Path(tempfile.mkdtemp(prefix="megatron-ckpt-demo-"))
     output.mkdir(parents=True, exist_ok=True)
     try:
-        finished = jobs(output, console.print)
-        console.print(cost_table(finished[name] for name in table))
-        results = list(checks(finished, output))
+        table, checks = run(output, console.print)
+        console.print(table)
+        results = list(checks)
     finally:
         if options.keep is None:
             shutil.rmtree(output, ignore_errors=True)

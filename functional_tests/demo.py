@@ -11,9 +11,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from checks import Check, equal_losses, run_demo, same_content  # noqa: E402  (needs the path set above)
+from checks import Check, cost_table, equal_losses, run_demo, same_content  # noqa: E402  (needs the path set above)
 from compare import differences_from_dcp, differences_of_dumps  # noqa: E402
 from jobs import Job, run_job, save_costs  # noqa: E402
+from rich.table import Table  # noqa: E402
 
 from megatron_ckpt_ext import verify_checkpoint  # noqa: E402
 
@@ -96,5 +97,11 @@ def checks(jobs: Mapping[str, Job], output: Path) -> Iterator[Check]:
     )
 
 
+def run_all(output: Path, say: Callable[[str], None]) -> tuple[Table, Iterator[Check]]:
+    """Run every job; return what to print."""
+    jobs = run_jobs(output, say)
+    return cost_table(jobs[name] for name in ("stock", "create", "reuse")), checks(jobs, output)
+
+
 if __name__ == "__main__":
-    sys.exit(run_demo(__doc__, jobs=run_jobs, table=("stock", "create", "reuse"), checks=checks))
+    sys.exit(run_demo(__doc__, run_all))

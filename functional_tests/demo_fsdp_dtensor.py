@@ -14,10 +14,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from checks import Check, equal_losses, run_demo, same_content  # noqa: E402  (needs the path set above)
+from checks import Check, cost_table, equal_losses, run_demo, same_content  # noqa: E402  (needs the path set above)
 from compare import differences_of_checkpoints, load_with_dcp  # noqa: E402
 from jobs import FSDP_RECIPE, Job, run_job, save_costs  # noqa: E402
 from nvrx_stand_ins import WITHOUT_NVRX  # noqa: E402
+from rich.table import Table  # noqa: E402
 from shard_dump import differences_from_memory  # noqa: E402
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
@@ -163,5 +164,11 @@ def _fallback_files(output: Path) -> Iterator[Check]:
         )
 
 
+def run_all(output: Path, say: Callable[[str], None]) -> tuple[Table, Iterator[Check]]:
+    """Run every job; return what to print."""
+    jobs = run_jobs(output, say)
+    return cost_table(jobs[name] for name in ("create", "reuse", "fallback")), checks(jobs, output)
+
+
 if __name__ == "__main__":
-    sys.exit(run_demo(__doc__, jobs=run_jobs, table=("create", "reuse", "fallback"), checks=checks))
+    sys.exit(run_demo(__doc__, run_all))

@@ -5,15 +5,12 @@ killed in the middle of a write, and resumes. A table compares what the saves co
 would ask for. Exit code 1 if any of them is false.
 """
 
-import argparse
 import contextlib
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +18,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from checks import Check, same_content  # noqa: E402  (needs the path set above)
+from checks import Check, run_demo, same_content  # noqa: E402  (needs the path set above)
 from compare import differences_of_checkpoints  # noqa: E402
 from jobs import ROOT, JobFailedError  # noqa: E402
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from megatron_ckpt_ext import latest_complete_step  # noqa: E402
@@ -143,8 +139,8 @@ def kill_while_writing(run: Run, process: "subprocess.Popen[bytes]") -> None:
                 os.kill(int(rank), signal.SIGKILL)
 
 
-def run_all(output: Path, say: Callable[[str], None]) -> tuple[Run, Run, Run, list[Check]]:
-    """Run every life; returns them, and what is checked between two of them."""
+def run_all(output: Path, say: Callable[[str], None]) -> tuple[Table, list[Check]]:
+    """Run every life; returns what to print."""
 
     def run(name: str, directory: str) -> Run:
         return Run(name=name, folder=output / name, directory=output / directory)
@@ -159,7 +155,7 @@ def run_all(output: Path, say: Callable[[str], None]) -> tuple[Run, Run, Run, li
     between = list(checks_of_the_kill(killed))
     say("job 3: the command of job 2 again")
     finish(resumed, start(resumed, "--ckpt.async-save"))
-    return reference, killed, resumed, between
+    return cost_table(reference, resumed), [*between, *checks(reference, killed, resumed)]
 
 
 def checks_of_the_kill(killed: Run) -> Iterator[Check]:
@@ -244,26 +240,5 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in directory.iterdir()} if directory.exists() else {}
 
 
-def main() -> int:
-    """Run all, print, and judge."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoints, logs and events here")
-    options = parser.parse_args()
-    console = Console(width=118)
-    output = options.keep or Path(tempfile.mkdtemp(prefix="megatron-ckpt-demo-"))
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        reference, killed, resumed, results = run_all(output, console.print)
-        console.print(cost_table(reference, resumed))
-        results += checks(reference, killed, resumed)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(output, ignore_errors=True)
-    for check in results:
-        mark = "[green]yes[/green]" if check.holds else "[bold red]NO[/bold red]"
-        console.print(f"{mark}  {check.claim}: {check.found}", highlight=False)
-    return 0 if all(check.holds for check in results) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_demo(__doc__, run_all, width=118))

@@ -1,7 +1,6 @@
 """``CheckpointManager``: checkpoints of plain PyTorch and FSDP2 trainers, from the first save to the resume."""
 
 import atexit
-import contextlib
 import logging
 import os
 import time
@@ -10,31 +9,27 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
-from megatron_ckpt_ext.commit.commit import Committed, OnDrift
+from megatron_ckpt_ext.commit.commit import OnDrift
 from megatron_ckpt_ext.commit.failures import SaveFailedError
 from megatron_ckpt_ext.compat.dcp import DistWrapper
 from megatron_ckpt_ext.errors import ConfigurationError
-from megatron_ckpt_ext.events import EventLog
 from megatron_ckpt_ext.manager.accounting import Accounting, Save
+from megatron_ckpt_ext.manager.afterwards import Afterwards, policy_of
 from megatron_ckpt_ext.manager.config import ManagerConfig
 from megatron_ckpt_ext.manager.engine import Engine, Kit
 from megatron_ckpt_ext.manager.inline_engine import InlineEngine
+from megatron_ckpt_ext.manager.order import StepOrder
 from megatron_ckpt_ext.manager.process_engine import ProcessEngine
 from megatron_ckpt_ext.manager.progress import ProgressDisplay
 from megatron_ckpt_ext.manager.resume import Chosen, choose_step, load_step
+from megatron_ckpt_ext.manager.start import start
 from megatron_ckpt_ext.manager.thread_engine import ThreadEngine
-from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
-from megatron_ckpt_ext.publish.completeness import verify_checkpoint
-from megatron_ckpt_ext.publish.judge import RememberingJudge
-from megatron_ckpt_ext.publish.retention import KeepAny, KeepInterval, KeepLast, RetentionPolicy, retain
 from megatron_ckpt_ext.publish.steps import StepPaths
 from megatron_ckpt_ext.staging.memory import Allocator
 from megatron_ckpt_ext.staging.stage import HostStager
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver
-from megatron_ckpt_ext.strategy.startup import Action, Finding, agree_on_start, examine
 
 __all__ = ["CheckpointManager"]
 
@@ -81,27 +76,18 @@ class CheckpointManager:
         self.directory = os.fspath(directory)
         self.config = config or ManagerConfig(**settings)
         self._group = process_group
-        self._on_saved = on_saved
         self._allocator = allocator
         self._wrapper = DistWrapper(process_group, dist.is_initialized(), 0)
-        self._steps = StepPaths(self.directory, self.config.subdirectory)
-        self._policy = _policy_of(self.config)
-        self._judge = RememberingJudge()
-        _check_ranks(self.config, process_group)
-        self._fingerprint = Fingerprint(
-            world_size=self._wrapper.get_world_size(),
-            ckpt_format="fsdp_dtensor",
-            workers_per_rank=self.config.files_per_rank,
-            torch_version=str(torch.__version__),
-        )
-        log, self._finding = self._start()
-        self._accounting = Accounting(log)
+        paths = StepPaths(self.directory, self.config.subdirectory)
+        started = start(paths, self.config, process_group, self._wrapper)
+        self._fingerprint, self._prepared = started.fingerprint, started.finding.prepared
+        self._accounting = Accounting(started.log)
         self._display = ProgressDisplay(enabled=self.config.progress and self._wrapper.is_coordinator)
+        self._order = StepOrder(paths, self._wrapper)
+        policy = policy_of(self.config) if self._wrapper.is_coordinator else None
+        self._afterwards = Afterwards(paths, policy, on_saved, self._accounting)
         self._engine: Engine | None = None
         self._saving: Save | None = None
-        self._newest: int | None = None
-        self._given_up = -1
-        self._abandoned: set[int] = set()
         self._fenced = self._closed = False
 
     def __enter__(self) -> Self:
@@ -137,14 +123,14 @@ class CheckpointManager:
             RuntimeError: the manager is closed.
         """
         self.wait()
-        self._check_step(step)
-        if step == self._newest:
-            if self._wrapper.is_coordinator:
-                logger.warning("Step %d is saved already, in %s: it is not saved again.", step, self._steps.path(step))
+        if self._closed:
+            raise RuntimeError(f"the checkpoint manager of {self.directory} is closed: make another one")
+        path = self._order.place(step)
+        if path is None:
             return
         if self._engine is None:
             self._engine = self._new_engine()
-        self._saving, self._fenced = Save(step=step, path=self._steps.path(step)), False
+        self._saving, self._fenced = Save(step=step, path=path), False
         try:
             self._engine.start(self._saving, state_dict)
         except BaseException:
@@ -213,8 +199,8 @@ class CheckpointManager:
             return None
         with self._display.loading(chosen.path):
             load_step(state_dict, chosen, self._wrapper)
-        self._newest = chosen.step
-        self._abandoned = {each for each in self._steps.steps() if each > chosen.step}
+        self._order.newest = chosen.step
+        self._afterwards.resumed(chosen.step)
         return chosen.step
 
     def close(self) -> None:
@@ -254,60 +240,10 @@ class CheckpointManager:
     def _close_at_exit(self) -> None:
         self._leave(failed=False)
 
-    def _check_step(self, step: int) -> None:
-        if self._closed:
-            raise RuntimeError(f"the checkpoint manager of {self.directory} is closed: make another one")
-        if step <= self._given_up:
-            raise ConfigurationError(
-                f"step {step} cannot be saved in {self.directory}: the save of step {self._given_up} was given up, and "
-                "may still be being written. Save a later step"
-            )
-        if self._newest is not None and step < self._newest:
-            raise ConfigurationError(
-                f"step {step} cannot be saved in {self.directory}: steps go up, and the newest here is {self._newest}. "
-                "Save a later step, or use another directory"
-            )
-        path = self._steps.path(step)
-        if os.path.islink(path) or os.path.islink(self._steps.parent(step)):
-            raise ConfigurationError(f"step {step} cannot be saved: {path} is a link, to what is somebody else's")
-        if self._newest is None and self._wrapper.broadcast_object(self._is_complete(path)):
-            raise ConfigurationError(
-                f"step {step} cannot be saved: {path} is a complete checkpoint of an earlier job. Load a step first, "
-                "save a later one, or use another directory"
-            )
-
-    def _is_complete(self, path: str) -> bool | None:
-        """Whether rank 0 finds a complete checkpoint there."""
-        return verify_checkpoint(path).complete if self._wrapper.is_coordinator else None
-
-    def _start(self) -> tuple[EventLog, Finding]:
-        wrapper = self._wrapper
-        with contextlib.ExitStack() as opened:
-            log, finding = self._examine(wrapper)
-            opened.callback(log.close)
-            finding = agree_on_start(finding, self.config, self._group)
-            opened.pop_all()
-        if wrapper.is_coordinator:
-            for warning in finding.warnings:
-                logger.warning("%s.", warning)
-        return log, finding
-
-    def _examine(self, wrapper: Any) -> tuple[EventLog, Finding]:
-        """Find out what this rank can do; what it cannot is a vote to stop, for the others wait in the reduction."""
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-            log = EventLog(self.config.events, wrapper.rank)
-        except (OSError, ConfigurationError) as error:
-            return EventLog(None, wrapper.rank), Finding(action=Action.STOP, reason=str(error))
-        create = self.config.ckpt_metadata_create
-        path, world_size = self.config.ckpt_metadata, wrapper.get_world_size()
-        return log, examine(path, self._fingerprint, wrapper.rank, world_size, create=create)
-
     def _saver(self, **settings: Any) -> FsdpDtensorSaver:
-        prepared = self._finding.prepared
         return FsdpDtensorSaver(
-            prepared_metadata=prepared,
-            ckpt_metadata_create_path=self.config.ckpt_metadata if prepared is None else None,
+            prepared_metadata=self._prepared,
+            ckpt_metadata_create_path=self.config.ckpt_metadata if self._prepared is None else None,
             on_drift=OnDrift(self.config.ckpt_metadata_on_drift),
             fingerprint=self._fingerprint,
             thread_count=self.config.files_per_rank,
@@ -318,7 +254,7 @@ class CheckpointManager:
     def _new_engine(self) -> Engine:
         kit = Kit(
             saver=self._saver,
-            durable=self._durable,
+            durable=self._afterwards.durable,
             accounting=self._accounting,
             display=self._display,
             timeout=timedelta(seconds=self.config.save_timeout),
@@ -338,11 +274,11 @@ class CheckpointManager:
                 return False
         except SaveFailedError:
             if self._engine.is_broken:
-                self._given_up = self._saving.step
+                self._order.given_up = self._saving.step
                 self._discard(self._engine)
             self._saving = None
             raise
-        self._newest, self._saving = self._saving.step, None
+        self._order.newest, self._saving = self._saving.step, None
         return True
 
     def _discard(self, engine: Engine) -> None:
@@ -353,57 +289,7 @@ class CheckpointManager:
     def _choose(self, step: int | None) -> Chosen | None:
         return choose_step(self.directory, subdirectory=self.config.subdirectory, step=step, wrapper=self._wrapper)
 
-    def _durable(self, save: Save, committed: Committed) -> None:
-        """Do what follows a publish; it may fail, the checkpoint stays. No collectives."""
-        self._accounting.durable(save, committed)
-        self._abandoned.discard(save.step)
-        if self._policy is not None and self._wrapper.is_coordinator:
-            self._retain(save, self._policy)
-        if self._on_saved is not None:
-            try:
-                self._on_saved(save.step)
-            except Exception:
-                logger.exception("on_saved(%d) failed; the checkpoint is durable all the same.", save.step)
-
-    def _retain(self, save: Save, policy: RetentionPolicy) -> None:
-        began = time.monotonic()
-        try:
-            report = retain(
-                self.directory,
-                policy,
-                finalized=save.step,
-                subdirectory=self.config.subdirectory,
-                abandoned=self._abandoned,
-                judge=self._judge,
-            )
-        except Exception as error:
-            logger.exception("Older checkpoints in %s were not removed.", self.directory)
-            self._accounting.retained(save, began, removed=0, reason=f"{type(error).__name__}: {error}")
-            return
-        reason = "; ".join(f"step {step}: {why}" for step, why in report.failed.items()) or None
-        self._accounting.retained(save, began, removed=len(report.removed), reason=reason)
-
 
 def _waited(engine: Engine) -> bool:
     engine.wait()
     return True
-
-
-def _check_ranks(config: ManagerConfig, group: dist.ProcessGroup | None) -> None:
-    """Refuse a queue that would have no group, or a larger one."""
-    if config.writer == "process" and not (
-        dist.is_initialized() and dist.get_world_size(group) == dist.get_world_size()
-    ):
-        raise ConfigurationError(
-            'writer "process" was given, but the manager does not have all ranks of a process group: call '
-            "init_process_group before, pass no other group, or leave writer out"
-        )
-
-
-def _policy_of(config: ManagerConfig) -> RetentionPolicy | None:
-    policies: list[RetentionPolicy] = []
-    if config.keep_last is not None:
-        policies.append(KeepLast(config.keep_last))
-    if config.keep_interval is not None:
-        policies.append(KeepInterval(config.keep_interval))
-    return KeepAny(tuple(policies)) if policies else None

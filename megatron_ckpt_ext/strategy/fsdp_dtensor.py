@@ -5,7 +5,7 @@ import logging
 import os
 import queue
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +27,7 @@ from megatron_ckpt_ext.plan.dtensor_holdings import Entry
 from megatron_ckpt_ext.plan.dtensor_plan import KnownPlan, plan_dtensors
 from megatron_ckpt_ext.strategy.fsdp_dtensor_commit import SettlingCommit
 from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import Mode, agree_on_mode, decide_mode, find_facts, probed_writer
+from megatron_ckpt_ext.strategy.fsdp_dtensor_saves import Ending, FinishedSave, StartedSave
 from megatron_ckpt_ext.strategy.fsdp_dtensor_synchronous import SynchronousWriter, commit_now
 from megatron_ckpt_ext.write.nothing import write_nothing
 from megatron_ckpt_ext.write.worker import WorkerSettings
@@ -41,63 +42,6 @@ __all__ = ["FinishedSave", "FsdpDtensorSaver", "StartedSave", "StateDict", "save
 
 type StateDict = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """A state dict, or what returns it when the save is planned."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedSave:
-    """A checkpoint that is published."""
-
-    directory: str
-    """Of the checkpoint."""
-    mode: Mode
-    """How it was saved, and why so."""
-    committed: Committed
-    """How it got its layout, and the layout that the next save can follow."""
-
-    def wait(self) -> "FinishedSave":
-        """Return itself: there is nothing to wait for. No collectives."""
-        return self
-
-
-@dataclass(slots=True)
-class _Ending:
-    """How a started save ended; filled when it is finalized."""
-
-    finished: FinishedSave | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartedSave:
-    """A save that is being written; the trainer may change its tensors again."""
-
-    directory: str
-    """Of the checkpoint."""
-    mode: Mode
-    """How it is saved."""
-    index: int
-    """Its number in the queue."""
-    ending: _Ending
-    """How it ended."""
-    saver: "FsdpDtensorSaver"
-    """Who finalizes it."""
-    owns_saver: bool = False
-    """Whether ``wait`` also closes the saver."""
-
-    def wait(self) -> FinishedSave:
-        """Finalize this save and those before it. Called on all ranks: one MIN all_reduce a poll.
-
-        Raises:
-            SaveFailedError: on every rank: it could not be written, or may not be published.
-        """
-        try:
-            if self.ending.finished is None:
-                self.saver.finalize(blocking=True)
-            if self.ending.finished is None:
-                raise WriteFailedError({0: f"the save to {self.directory} failed, as was raised before"})
-            return self.ending.finished
-        finally:
-            if self.owns_saver:
-                self.saver.close()
 
 
 class FsdpDtensorSaver:
@@ -200,7 +144,7 @@ class FsdpDtensorSaver:
             return self.save_now(state_dict, directory)
         if self._queue is None:
             raise ConfigurationError("this saver has no queue: pass what request() returns to yours")
-        ending = _Ending()
+        ending = Ending()
 
         def ended(committed: Committed) -> None:
             ending.finished = FinishedSave(directory=directory, mode=self.mode, committed=committed)
