@@ -43,7 +43,8 @@ class Afterwards:
 
     def resumed(self, step: int) -> None:
         """Leave the steps ahead of ``step`` to the life of the job that made them. No save is in flight."""
-        self._abandoned = {each for each in self._paths.steps() if each > step}
+        if self._policy is not None:
+            self._abandoned = {each for each in self._paths.steps() if each > step}
 
     def durable(self, save: Save, committed: Committed) -> None:
         """Do what follows the publish of a save. No collectives, never raises an ``Exception``."""

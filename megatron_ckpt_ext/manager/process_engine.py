@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_ckpt_ext.commit.failures import SaveFailedError
 from megatron_ckpt_ext.manager.accounting import Save
 from megatron_ckpt_ext.manager.engine import Kit
-from megatron_ckpt_ext.manager.groups import OwnGroups
+from megatron_ckpt_ext.manager.groups import OwnGroup
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FinishedSave, StartedSave
 
 __all__ = ["ProcessEngine"]
@@ -20,13 +20,13 @@ class ProcessEngine:
     is_broken = False
 
     def __init__(self, kit: Kit, group: dist.ProcessGroup | None) -> None:
-        """Make group, saver, queue and process. Called on all ranks: new groups, one MIN all_reduce.
+        """Make group, saver, queue and process. Called on all ranks: a new group, one MIN all_reduce.
 
         If that cannot be, saves are synchronous, after one warning.
         """
         self._kit = kit
-        self._groups = OwnGroups(group, kit.timeout)
-        self._saver = kit.saver(process_group=self._groups.writer, async_save=True)
+        self._own = OwnGroup(group, kit.timeout)
+        self._saver = kit.saver(process_group=self._own.group, async_save=True)
         self._flying: tuple[Save, StartedSave] | None = None
 
     def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class ProcessEngine:
     def close(self) -> None:
         """End queue and process."""
         self._saver.close()
-        self._groups.close()
+        self._own.close()
 
     def _ended(self, save: Save, finished: FinishedSave) -> None:
         self._kit.accounting.written(save, save.started)

@@ -12,16 +12,19 @@ import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.failures import SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, agree, reduce_min, share_cause
-from megatron_ckpt_ext.compat.dcp import ERRORS, DistWrapper
+from megatron_ckpt_ext.compat.dcp import ERRORS
 from megatron_ckpt_ext.manager.accounting import Save
 from megatron_ckpt_ext.manager.engine import Kit
-from megatron_ckpt_ext.manager.groups import OwnGroups
+from megatron_ckpt_ext.manager.groups import OwnGroup
 from megatron_ckpt_ext.staging.stage import HostStager, Staged
 from megatron_ckpt_ext.write.thread import WriterThread
 
 __all__ = ["ThreadEngine"]
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 3
+"""A trainer may wait for a peer that first gives up on a save, whose writer first gave up on another one's vote."""
 
 
 class ThreadEngine:
@@ -40,8 +43,9 @@ class ThreadEngine:
         """
         self._kit = kit
         self._stager = stager
-        self._groups = OwnGroups(group, kit.timeout)
-        self._saver = kit.saver(process_group=self._groups.writer, async_save=False)
+        self._writers = OwnGroup(group, kit.timeout)
+        self._trainers = OwnGroup(group, _PATIENCE * kit.timeout)
+        self._saver = kit.saver(process_group=self._writers.group, async_save=False)
         self._thread = WriterThread("checkpoint writer")
         self._bind_to_device = _binding_to_device()
         self._staged: Staged | None = None
@@ -70,8 +74,8 @@ class ThreadEngine:
         if self._flying is None:
             return True
         ended = int(self._flying[1].done())
-        if self._groups.use_dist:
-            (ended,) = reduce_min([ended], self._groups.trainer)
+        if self._trainers.wrapper.use_dist:
+            (ended,) = reduce_min([ended], self._trainers.group)
         if ended:
             self.wait()
         return bool(ended)
@@ -83,14 +87,13 @@ class ThreadEngine:
         _, future = self._flying
         error = self._ended(future)  # an interrupted wait can be waited for again
         is_shared = error is None or isinstance(error, SaveFailedError)
-        outcome = Outcome(SaveStatus.READY)
-        if not is_shared:
-            outcome = Outcome(SaveStatus.FAILED, f"{type(error).__name__}: {error}")
-        verdict = agree(outcome, self._wrapper)
-        self._flying = self._staged = None
-        if verdict.status is SaveStatus.FAILED:
+        try:
+            self._agree(None if is_shared else f"{type(error).__name__}: {error}")
+        except WriteFailedError:
+            self._flying = self._staged = None
             self.is_broken = True
-            raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
+            raise
+        self._flying = self._staged = None
         if error is not None:
             raise error
 
@@ -107,11 +110,15 @@ class ThreadEngine:
             return
         self._saver.close()
         self._stager.close()
-        self._groups.close()
+        self._writers.close()
+        self._trainers.close()
 
-    @property
-    def _wrapper(self) -> DistWrapper:
-        return DistWrapper(self._groups.trainer, self._groups.use_dist, 0)
+    def _agree(self, cause: str | None) -> None:
+        """Fail on every rank if one of them has a cause. Called on all ranks: one MIN all_reduce."""
+        outcome = Outcome(SaveStatus.READY) if cause is None else Outcome(SaveStatus.FAILED, cause)
+        verdict = agree(outcome, self._trainers.wrapper)
+        if verdict.status is SaveStatus.FAILED:
+            raise WriteFailedError(share_cause(verdict, outcome, self._trainers.wrapper))
 
     def _ended(self, future: "Future[None]") -> BaseException | None:
         try:
@@ -128,15 +135,13 @@ class ThreadEngine:
 
     def _agree_on_first(self, staged: Staged | BaseException) -> None:
         """Refuse a state that one rank has no room for before anything is written, on every rank."""
-        outcome = Outcome(SaveStatus.READY)
-        if not isinstance(staged, Staged):
-            outcome = Outcome(SaveStatus.FAILED, f"staging failed: {type(staged).__name__}: {staged}")
-        verdict = agree(outcome, self._wrapper)
-        if verdict.status is SaveStatus.FAILED:
+        try:
+            self._agree(None if isinstance(staged, Staged) else f"staging failed: {type(staged).__name__}: {staged}")
+        except WriteFailedError:
             if isinstance(staged, Staged):
                 staged.wait()
                 staged.release()
-            raise WriteFailedError(share_cause(verdict, outcome, self._wrapper))
+            raise
 
     def _write(self, save: Save, staged: Staged | BaseException) -> None:
         began = time.monotonic()
@@ -150,7 +155,7 @@ class ThreadEngine:
 
         try:
             self._bind_to_device()
-            with self._kit.display.writing(save.path, self._groups.rank, size):
+            with self._kit.display.writing(save.path, self._writers.wrapper.rank, size):
                 finished = self._saver.save_now(state, save.path, number=save.step, on_host=True)
         finally:
             if isinstance(staged, Staged):

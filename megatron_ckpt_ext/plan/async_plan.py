@@ -21,7 +21,7 @@ from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.plan.padding import pad_non_tensor_items
 from megatron_ckpt_ext.publish.clean import clear_for_save
 
-__all__ = ["PlanResult", "PlannedSave", "failed_plan", "held_in_plan", "save_state_dict_async_plan"]
+__all__ = ["PlanResult", "PlannedSave", "failed_plan", "failed_save", "held_in_plan", "save_state_dict_async_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,12 @@ def failed_plan(
     error: BaseException, process_group: dist.ProcessGroup | None, prepared: PreparedMetadata | None
 ) -> PlanResult:
     """Return what takes the place of a plan on a rank that could not make one. No collectives."""
-    planned = PlannedSave(
+    return PlanResult(None, failed_save(error, prepared), DistWrapper(process_group, dist.is_initialized(), 0))
+
+
+def failed_save(error: BaseException, prepared: PreparedMetadata | None) -> PlannedSave:
+    """Return what this rank votes with where it could not plan. No collectives."""
+    return PlannedSave(
         local_plan=SavePlan([]),
         planner=None,
         held={},
@@ -141,7 +146,6 @@ def failed_plan(
         drift=None,
         failure=f"planning failed: {type(error).__name__}: {error}",
     )
-    return PlanResult(None, planned, DistWrapper(process_group, dist.is_initialized(), 0))
 
 
 def _plans_locally(part: Any) -> bool:

@@ -21,7 +21,7 @@ from megatron_ckpt_ext.compat.dcp import ERRORS, DistWrapper
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
-from megatron_ckpt_ext.plan.async_plan import PlannedSave, failed_plan
+from megatron_ckpt_ext.plan.async_plan import PlannedSave, failed_save
 from megatron_ckpt_ext.plan.dtensor_exchange import ExchangeError
 from megatron_ckpt_ext.plan.dtensor_holdings import Entry
 from megatron_ckpt_ext.plan.dtensor_plan import KnownPlan, plan_dtensors
@@ -100,7 +100,6 @@ class FsdpDtensorSaver:
         path = ckpt_metadata_create_path if prepared_metadata is None else prepared_metadata.path
         self.prepared = prepared_metadata
         self._file = None if path is None else PreparedFile(path)
-        self._group = process_group
         # Kept: a job whose group is destroyed under a save has an error, and not as many jobs of one rank.
         self._wrapper = DistWrapper(process_group, dist.is_initialized(), 0)
         self._on_drift = on_drift
@@ -269,7 +268,7 @@ class FsdpDtensorSaver:
             raise WriteFailedError(error.causes) from None
         except ERRORS as error:  # the peers have planned: this rank has to vote, not to leave
             logger.exception("Rank %d cannot plan its part of %s.", wrapper.rank, directory)
-            return failed_plan(error, self._group, self.prepared).global_metadata
+            return failed_save(error, self.prepared)
         return planned
 
     def _request(self, state_dict: StateDict, directory: str, ended: Callable[[Committed], None]) -> Any:
