@@ -31,7 +31,7 @@ from watching import resident_bytes
 from workload import heard
 
 from megatron_ckpt_ext import CheckpointManager
-from megatron_ckpt_ext.collectives import CollectiveCounter
+from megatron_ckpt_ext.collectives import CollectiveCounter, CollectiveSums
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.events import Event, Phase, read_events
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
@@ -174,12 +174,10 @@ def changed_layout_on_rank(directory: str, settings: StateDict) -> list[Any]:
         grown = job.noted(2, grown=torch.arange(5.0))
         after = identity(file)
         again = job.noted(3, grown=torch.arange(5.0) + 1)
-    rebuilds = [
-        (event.step, event.reason)
-        for event in read_events(f"{events}.{dist.get_rank()}")
-        if event.phase is Phase.REBUILD
-    ]
-    return [grown, again, before != after, rebuilds, warnings]
+    told = read_events(f"{events}.{dist.get_rank()}")
+    rebuilds = [(event.step, event.reason) for event in told if event.phase is Phase.REBUILD]
+    counts = {step: CollectiveSums.of(*(event.collectives for event in told if event.step == step)) for step in (2, 3)}
+    return [grown, again, before != after, rebuilds, warnings, counts]
 
 
 def identity(file: str) -> str:
@@ -189,9 +187,9 @@ def identity(file: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_layout_is_made_anew_in_the_same_save(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     for rank, found in enumerate(ranks.run(changed_layout_on_rank, str(tmp_path), KINDS[kind])):
-        grown, again, rewritten, rebuilds, warnings = found
-        assert grown.objects > 0
-        assert again.objects == 0
+        grown, again, rewritten, rebuilds, warnings, counts = found
+        assert grown.objects == counts[2].objects > 0
+        assert again.objects == counts[3].objects == 0
         assert rewritten
         assert [(step, "grown" in reason) for step, reason in rebuilds] == [(2, True)]
         assert len(warnings) == (1 if rank == 0 else 0)

@@ -1,8 +1,13 @@
 """Where the time of a manager's saves goes, as events."""
 
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 
+from megatron_ckpt_ext.collectives import CollectiveCounter
 from megatron_ckpt_ext.commit.commit import Committed, How
 from megatron_ckpt_ext.events import EventLog, Phase
 
@@ -30,9 +35,29 @@ class Accounting:
     was asked for, with the reason.
     """
 
-    def __init__(self, log: EventLog) -> None:
-        """Keep the log, and close it with this."""
+    def __init__(self, log: EventLog, *, counting: bool) -> None:
+        """Keep the log, and close it with this.
+
+        Args:
+            log: of this rank.
+            counting: whether the events have the collectives, which costs each of them some microseconds.
+        """
         self._log = log
+        self._counter = CollectiveCounter()
+        self._counts: dict[tuple[int, Phase], Counter[str]] = {}
+        self._lock = Lock()
+        if counting:
+            self._counter.start()
+
+    @contextmanager
+    def counting(self, save: Save, phase: Phase) -> Iterator[None]:
+        """Count the collectives of this thread inside towards the phase of a save that is recorded next."""
+        with self._counter.phase(phase) as tally:
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._counts.setdefault((save.step, phase), Counter()).update(tally.counts)
 
     def staged(self, save: Save, *, items: int, bytes: int) -> None:
         """``save`` returns now."""
@@ -47,8 +72,8 @@ class Accounting:
         self._record(Phase.WRITE, save, since=since)
 
     def fell_back(self, save: Save, reason: str) -> None:
-        """This save is not what was asked for."""
-        self._record(Phase.FALLBACK, save, since=time.monotonic(), reason=reason)
+        """This save is not what was asked for; the collectives of ``save`` are those of all of it."""
+        self._record(Phase.FALLBACK, save, since=time.monotonic(), reason=reason, counted=Phase.STAGE)
 
     def durable(self, save: Save, committed: Committed) -> None:
         """The checkpoint is published."""
@@ -61,13 +86,30 @@ class Accounting:
         self._record(Phase.RETAIN, save, since=since, items=removed, reason=reason)
 
     def close(self) -> None:
-        """Close the log."""
+        """Stop counting and close the log."""
+        self._counter.close()
         self._log.close()
 
     def _record(
-        self, phase: Phase, save: Save, *, since: float, items: int = 0, bytes: int = 0, reason: str | None = None
+        self,
+        phase: Phase,
+        save: Save,
+        *,
+        since: float,
+        items: int = 0,
+        bytes: int = 0,
+        reason: str | None = None,
+        counted: Phase | None = None,
     ) -> None:
-        seconds = time.monotonic() - since
+        with self._lock:
+            collectives = self._counts.pop((save.step, counted or phase), Counter())
         self._log.record(
-            phase, step=save.step, seconds=seconds, items=items, bytes=bytes, reason=reason, path=save.path
+            phase,
+            step=save.step,
+            seconds=time.monotonic() - since,
+            items=items,
+            bytes=bytes,
+            collectives=collectives,
+            reason=reason,
+            path=save.path,
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ckpt_ext.events import Phase
 from megatron_ckpt_ext.manager.accounting import Save
 from megatron_ckpt_ext.manager.engine import Kit
 
@@ -23,7 +24,8 @@ class InlineEngine:
 
     def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
         """Save it whole."""
-        finished = self._saver.save_now(state_dict, save.path, number=save.step)
+        with self._kit.accounting.counting(save, Phase.WRITE):
+            finished = self._saver.save_now(state_dict, save.path, number=save.step)
         self._kit.accounting.written(save, save.started)
         self._kit.durable(save, finished.committed)
 

@@ -81,7 +81,7 @@ class CheckpointManager:
         paths = StepPaths(self.directory, self.config.subdirectory)
         started = start(paths, self.config, process_group, self._wrapper)
         self._fingerprint, self._prepared = started.fingerprint, started.finding.prepared
-        self._accounting = Accounting(started.log)
+        self._accounting = Accounting(started.log, counting=self.config.events is not None)
         self._display = ProgressDisplay(enabled=self.config.progress and self._wrapper.is_coordinator)
         self._order = StepOrder(paths, self._wrapper)
         policy = policy_of(self.config) if self._wrapper.is_coordinator else None

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ckpt_ext.commit.failures import SaveFailedError
+from megatron_ckpt_ext.events import Phase
 from megatron_ckpt_ext.manager.accounting import Save
 from megatron_ckpt_ext.manager.engine import Kit
 from megatron_ckpt_ext.manager.groups import OwnGroup
@@ -31,7 +32,8 @@ class ProcessEngine:
 
     def start(self, save: Save, state_dict: Mapping[str, Any]) -> None:
         """Hand it to the process, or save it whole."""
-        saved = self._saver.save(state_dict, save.path)
+        with self._kit.accounting.counting(save, Phase.STAGE):
+            saved = self._saver.save(state_dict, save.path)
         if isinstance(saved, StartedSave):
             self._flying = save, saved
             self._kit.accounting.staged(save, items=0, bytes=0)
@@ -47,7 +49,8 @@ class ProcessEngine:
         if self._flying is None:
             return True
         try:
-            done = bool(self._saver.finalize())
+            with self._kit.accounting.counting(self._flying[0], Phase.WRITE):
+                done = bool(self._saver.finalize())
         except SaveFailedError:
             self._flying = None
             raise
@@ -61,7 +64,8 @@ class ProcessEngine:
             return
         save, started = self._flying
         try:
-            finished = started.wait()
+            with self._kit.accounting.counting(save, Phase.WRITE):
+                finished = started.wait()
         except SaveFailedError:
             self._flying = None
             raise

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_ckpt_ext.commit.failures import SaveFailedError, WriteFailedError
 from megatron_ckpt_ext.commit.status import Outcome, SaveStatus, agree, reduce_min, share_cause
 from megatron_ckpt_ext.compat.dcp import ERRORS
+from megatron_ckpt_ext.events import Phase
 from megatron_ckpt_ext.manager.accounting import Save
 from megatron_ckpt_ext.manager.engine import Kit
 from megatron_ckpt_ext.manager.groups import OwnGroup
@@ -57,7 +58,8 @@ class ThreadEngine:
         """Stage, and hand over; what goes wrong in staging fails the save on every rank, the first one at once."""
         staged = self._stage(state_dict)
         if self._is_first:
-            self._agree_on_first(staged)
+            with self._kit.accounting.counting(save, Phase.STAGE):
+                self._agree_on_first(staged)
         self._is_first = False
         if isinstance(staged, Staged):
             self._staged = staged
@@ -155,7 +157,8 @@ class ThreadEngine:
 
         try:
             self._bind_to_device()
-            with self._kit.display.writing(save.path, self._writers.wrapper.rank, size):
+            display = self._kit.display.writing(save.path, self._writers.wrapper.rank, size)
+            with display, self._kit.accounting.counting(save, Phase.WRITE):
                 finished = self._saver.save_now(state, save.path, number=save.step, on_host=True)
         finally:
             if isinstance(staged, Staged):
