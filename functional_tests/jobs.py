@@ -5,19 +5,35 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ckpt_ext.collectives import CollectiveSums
 from megatron_ckpt_ext.events import Event, Phase, read_events
 
-__all__ = ["FSDP_RECIPE", "RECIPE", "ROOT", "STATE_DUMP", "Job", "JobFailedError", "SaveCost", "run_job", "save_costs"]
+__all__ = [
+    "FSDP_RECIPE",
+    "RECIPE",
+    "ROOT",
+    "STATE_DUMP",
+    "Job",
+    "JobFailedError",
+    "Launch",
+    "SaveCost",
+    "on_this_machine",
+    "run_job",
+    "save_costs",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "cpu_laptop.yaml"
 FSDP_RECIPE = ROOT / "recipes" / "cpu_fsdp_dtensor.yaml"
 STATE_DUMP = ROOT / "functional_tests" / "state_dump.py"
+
+type Launch = Callable[[Sequence[str], int, Mapping[str, str], Path, float], int | str]
+"""Runs ``megatron-ckpt run`` with these words on so many ranks in this environment, with a log, for so many seconds at
+most; returns the exit code, or says why there is none."""
 
 
 class JobFailedError(Exception):
@@ -77,9 +93,11 @@ def run_job(
     ranks: int = 2,
     environment: Mapping[str, str] | None = None,
     sitecustomize: str = "",
+    emulated: bool = True,
     stock: bool = False,
     exit_code: int = 0,
     timeout: float = 180.0,
+    launch: Launch | None = None,
 ) -> Job:
     """Run a recipe with more arguments, to its end.
 
@@ -92,24 +110,23 @@ def run_job(
         ranks: CPU ranks.
         environment: variables to set beside those of every job.
         sitecustomize: Python source that runs first in every process of the job, the launcher included.
+        emulated: let CUDA names act on the CPU, as Megatron needs it.
         stock: run with every replaced name put back.
         exit_code: with which the job must end.
         timeout: in seconds.
+        launch: how; with torchrun on this machine where none is given.
 
     Raises:
         JobFailedError: with the end of the log.
     """
     folder = output / name
     folder.mkdir()
-    path = [str(ROOT), str(ROOT / "functional_tests")]
+    path = [str(ROOT), str(ROOT / "functional_tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     if sitecustomize:
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(sitecustomize)
         path.insert(0, str(folder / "site"))
-    command = [
-        *(sys.executable, "-m", "megatron_ckpt_ext.cli.main", "run", "--cpu", "--nproc", str(ranks)),
-        *("--recipe", str(recipe), str(script), *arguments),
-    ]
+    words = [*(["--cpu"] if emulated else []), "--recipe", str(recipe), str(script), *arguments]
     variables = {
         "OUTPUT": str(output),
         "PYTHONPATH": os.pathsep.join(path),
@@ -118,7 +135,8 @@ def run_job(
         "STATE_DUMP_STOCK": "1" if stock else "",
     }
     job = Job(name=name, folder=folder)
-    code = _run(command, {**os.environ, **variables, **(environment or {})}, folder / "log", timeout)
+    whole = {**os.environ, **variables, **(environment or {})}
+    code = (launch or on_this_machine)(words, ranks, whole, folder / "log", timeout)
     if code != exit_code:
         raise JobFailedError(
             f"job {name} ended with exit code {code}, not {exit_code}; the end of its log:\n{job.log[-4000:]}"
@@ -126,8 +144,11 @@ def run_job(
     return job
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, timeout: float) -> int | str:
-    """Run to the end, or kill the whole session after ``timeout`` seconds; returns the exit code or says which."""
+def on_this_machine(
+    words: Sequence[str], ranks: int, environment: Mapping[str, str], log: Path, timeout: float
+) -> int | str:
+    """Start all ranks here, and kill the whole session when the time is over. This is a ``Launch``."""
+    command = [sys.executable, "-m", "megatron_ckpt_ext.cli.main", "run", "--nproc", str(ranks), *words]
     with open(log, "w") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

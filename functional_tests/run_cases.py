@@ -1,0 +1,102 @@
+"""``make functional``: the cases of ``test_cases`` as real jobs on a two-node Slurm on this machine.
+
+One line a case says whether everything held; below it stands what did not. Exit code 1 if anything did not, 2 for bad
+input.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT / "slurm"), str(ROOT.parent)]
+
+from case_jobs import Place, References, run_life  # noqa: E402
+from cases import Case, cases_in_scope  # noqa: E402  (needs the path set above)
+from checks import Check  # noqa: E402
+from evidence import Evidence  # noqa: E402
+from jobs import JobFailedError  # noqa: E402
+from rich.console import Console  # noqa: E402
+from trainers import trainer_of  # noqa: E402
+
+
+def run_case(case: Case, place: Place, references: References) -> list[Check]:
+    """Run every life of a case and look at each when it has ended; stops behind the first that did not end well."""
+    trainer = trainer_of(case)
+    place.output.mkdir(parents=True)
+    found: list[Check] = []
+    for life in case.lives:
+        try:
+            reference = references.of(case, life, trainer, place)
+            job = run_life(case, life, trainer, place)
+        except JobFailedError as error:
+            return [*found, Check(claim=f"{life.name}: the job ends as it should", holds=False, found=str(error))]
+        evidence = Evidence(case=case, life=life, job=job, reference=reference, trainer=trainer, place=place)
+        found += [replace(check, claim=f"{life.name}: {check.claim}") for check in evidence.checks()]
+    return found
+
+
+def tell(console: Console, case: Case, checks: Sequence[Check], seconds: float) -> bool:
+    """Print the verdict on a case, and what did not hold; returns whether all did."""
+    failed = [check for check in checks if not check.holds]
+    mark = "[bold red]FAIL[/bold red]" if failed else "[green]pass[/green]"
+    held = f"{len(checks) - len(failed)} of {len(checks)} checks"
+    console.print(
+        f"{mark}  {case.name}: {held}, {len(case.lives)} jobs, {seconds:.0f} s", highlight=False, soft_wrap=True
+    )
+    for check in failed:
+        console.print(f"      {check.claim}: {check.found}", highlight=False, markup=False, soft_wrap=True)
+    return not failed
+
+
+def main() -> int:
+    """Run the cases that were asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="only these")
+    parser.add_argument("--scope", help="only those that a suite lists for this scope")
+    parser.add_argument("--here", action="store_true", help="without Slurm: all ranks on this machine as one node")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoints, logs and events here")
+    parser.add_argument("--verbose", action="store_true", help="tell what was found where all was well, too")
+    options = parser.parse_args()
+    cases = [case for case in cases_in_scope(options.scope) if not options.cases or case.name in options.cases]
+    unknown = set(options.cases) - {case.name for case in cases}
+    if unknown or not cases:
+        known = ", ".join(case.name for case in cases_in_scope(None))
+        print(
+            f"There is no case {' '.join(sorted(unknown))} in scope {options.scope}; there are {known}.",
+            file=sys.stderr,
+        )
+        return 2
+    return run(cases, options)
+
+
+def run(cases: Sequence[Case], options: argparse.Namespace) -> int:
+    """Run cases one after the other; returns the exit code."""
+    console = Console()
+    output = options.keep or Path(tempfile.mkdtemp(prefix="megatron-ckpt-functional-"))
+    output.mkdir(parents=True, exist_ok=True)
+    passed = True
+    with ExitStack() as stack:
+        if options.keep is None:
+            stack.callback(shutil.rmtree, output, ignore_errors=True)
+        (output / "references").mkdir()
+        references = References(output / "references")
+        for case in cases:
+            place = Place(output=output / case.name, local=output / case.name / "local")
+            began = time.monotonic()
+            checks = run_case(case, place, references)
+            passed &= tell(console, case, checks, time.monotonic() - began)
+            if options.verbose:
+                for check in checks:
+                    console.print(f"      {check.claim}: {check.found}", highlight=False, markup=False, soft_wrap=True)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
