@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,20 +123,18 @@ class References:
         self._jobs: dict[str, Job] = {}
 
     def of(self, case: Case, life: Life, trainer: Trainer, place: Place) -> Job:
-        """Run the reference of a life, unless a job with the same arguments has run.
+        """Run the reference of a life, unless one with the same arguments has run.
 
         Raises:
             JobFailedError: it did not end as it should.
         """
-        document = yaml.safe_load(case.config.read_text())
-        config = {
-            "ENV_VARS": document["ENV_VARS"],
-            "MODEL_ARGS": trainer.reference_arguments(document["MODEL_ARGS"]),
-        }
         start = self._start(life, place)
-        key = yaml.safe_dump([config, life.ranks, list(life.arguments), str(start)])
+        words = _without(life.expanded(place.variables), trainer.not_in_reference)
+        arguments = yaml.safe_load(case.config.read_text())["MODEL_ARGS"]
+        trained = {flag: value for flag, value in arguments.items() if flag not in trainer.not_in_reference}
+        key = yaml.safe_dump([trained, life.ranks, words, str(start)])
         if key not in self._jobs:
-            self._jobs[key] = self._run(config, life, trainer, place, start)
+            self._jobs[key] = self._run(case, life, trainer, place.timeout, words, start)
         return self._jobs[key]
 
     def _start(self, life: Life, place: Place) -> Path | None:
@@ -147,21 +145,26 @@ class References:
         shutil.copytree(life.directory(place.variables), start)
         return start
 
-    def _run(self, config: Mapping[str, object], life: Life, trainer: Trainer, place: Place, start: Path | None) -> Job:
+    def _run(
+        self, case: Case, life: Life, trainer: Trainer, timeout: float, words: Sequence[str], start: Path | None
+    ) -> Job:
         name = f"reference {len(self._jobs) + 1}"
-        recipe = self._output / f"{name}.yaml"
-        recipe.write_text(yaml.safe_dump(config))
-        here = Place(output=self._output, local=self._output)
-        words = (*life.expanded(place.variables), *trainer.reference_words(self._output / name, start))
         return run_job(
             name,
-            (*trainer.machine, *words),
+            (*trainer.machine, *words, *trainer.reference_words(self._output / name, start)),
             output=self._output,
-            recipe=recipe,
+            recipe=case.config,
+            without=trainer.not_in_reference,
             script=trainer.script,
             ranks=life.ranks,
-            environment=here.environment(name),
+            environment=Place(output=self._output, local=self._output).environment(name),
             emulated=trainer.emulated,
             stock=trainer.stock,
-            timeout=place.timeout,
+            timeout=timeout,
         )
+
+
+def _without(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Leave flags, each with its one value, out of a command line."""
+    skipped = {at + behind for at, word in enumerate(words) if word in flags for behind in (0, 1)}
+    return [word for at, word in enumerate(words) if at not in skipped]

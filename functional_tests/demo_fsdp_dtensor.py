@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from checks import Check, cost_table, equal_losses, run_demo, same_content  # noqa: E402  (needs the path set above)
 from compare import differences_of_checkpoints, load_with_dcp  # noqa: E402
-from jobs import FSDP_RECIPE, Job, run_job, save_costs  # noqa: E402
+from jobs import FSDP_RECIPE, SAVING, Job, run_job, save_costs  # noqa: E402
 from nvrx_stand_ins import WITHOUT_NVRX  # noqa: E402
 from rich.table import Table  # noqa: E402
 from shard_dump import differences_from_memory  # noqa: E402
@@ -42,8 +42,10 @@ def run_jobs(output: Path, say: Callable[[str], None]) -> dict[str, Job]:
     def job(name: str, text: str, *arguments: str, into: str, **options: Any) -> Job:
         say(text)
         events = () if options.get("stock") else ("--ckpt-events", str(output / name / "events"))
-        words = (*COMMON, "--save", into and str(output / into), *events, *arguments)
-        return run_job(name, words, output=output, recipe=FSDP_RECIPE, **options)
+        place = ("--save", str(output / into)) if into else ()
+        words = (*COMMON, *place, *events, *arguments)
+        without = () if into else SAVING
+        return run_job(name, words, output=output, recipe=FSDP_RECIPE, without=without, **options)
 
     jobs = {
         "stock": job("stock", f"job 1: stock, {STEPS} iterations without a stop or a save", into="", stock=True),

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from megatron_ckpt_ext.collectives import CollectiveSums
 from megatron_ckpt_ext.events import Event, Phase, read_events
@@ -16,6 +18,7 @@ __all__ = [
     "FSDP_RECIPE",
     "RECIPE",
     "ROOT",
+    "SAVING",
     "STATE_DUMP",
     "Job",
     "JobFailedError",
@@ -30,6 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "cpu_laptop.yaml"
 FSDP_RECIPE = ROOT / "recipes" / "cpu_fsdp_dtensor.yaml"
 STATE_DUMP = ROOT / "functional_tests" / "state_dump.py"
+
+SAVING = ("--save", "--load", "--save-interval", "--async-save", "--use-persistent-ckpt-worker")
+"""Flags without which Megatron saves nothing and starts from nothing."""
 
 type Launch = Callable[[Sequence[str], int, Mapping[str, str], Path, float], int | str]
 """Runs ``megatron-ckpt run`` with these words on so many ranks in this environment, with a log, for so many seconds at
@@ -89,6 +95,7 @@ def run_job(
     *,
     output: Path,
     recipe: Path = RECIPE,
+    without: Collection[str] = (),
     script: Path = STATE_DUMP,
     ranks: int = 2,
     environment: Mapping[str, str] | None = None,
@@ -106,6 +113,7 @@ def run_job(
         arguments: behind those of the recipe.
         output: folder of all jobs.
         recipe: of the job.
+        without: flags of the recipe to leave out.
         script: what each rank runs; it finds the training script in ``STATE_DUMP_SCRIPT``.
         ranks: CPU ranks.
         environment: variables to set beside those of every job.
@@ -126,6 +134,8 @@ def run_job(
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(sitecustomize)
         path.insert(0, str(folder / "site"))
+    if without:
+        recipe = _shortened(recipe, without, folder / "recipe.yaml")
     words = [*(["--cpu"] if emulated else []), "--recipe", str(recipe), str(script), *arguments]
     variables = {
         "OUTPUT": str(output),
@@ -142,6 +152,14 @@ def run_job(
             f"job {name} ended with exit code {code}, not {exit_code}; the end of its log:\n{job.log[-4000:]}"
         )
     return job
+
+
+def _shortened(recipe: Path, without: Collection[str], target: Path) -> Path:
+    """Write a recipe anew without some of its flags."""
+    document = yaml.safe_load(recipe.read_text())
+    kept = {flag: value for flag, value in document["MODEL_ARGS"].items() if flag not in without}
+    target.write_text(yaml.safe_dump({"ENV_VARS": document.get("ENV_VARS"), "MODEL_ARGS": kept}, sort_keys=False))
+    return target
 
 
 def on_this_machine(

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "slurm"), str(ROOT.parent)]
 from case_jobs import Place, References, run_life  # noqa: E402
 from cases import Case, cases_in_scope  # noqa: E402  (needs the path set above)
 from checks import Check  # noqa: E402
+from cluster import NODES, Cluster, SlurmError  # noqa: E402
 from evidence import Evidence  # noqa: E402
-from jobs import JobFailedError  # noqa: E402
+from jobs import JobFailedError, Launch  # noqa: E402
+from packages import PackagesError  # noqa: E402
 from rich.console import Console  # noqa: E402
 from trainers import trainer_of  # noqa: E402
 
@@ -42,17 +44,43 @@ def run_case(case: Case, place: Place, references: References) -> list[Check]:
     return found
 
 
-def tell(console: Console, case: Case, checks: Sequence[Check], seconds: float) -> bool:
-    """Print the verdict on a case, and what did not hold; returns whether all did."""
+def tell(console: Console, case: Case, checks: Sequence[Check], seconds: float, *, verbose: bool = False) -> bool:
+    """Print the verdict on a case, and what did not hold, or everything; returns whether all did."""
     failed = [check for check in checks if not check.holds]
     mark = "[bold red]FAIL[/bold red]" if failed else "[green]pass[/green]"
     held = f"{len(checks) - len(failed)} of {len(checks)} checks"
     console.print(
         f"{mark}  {case.name}: {held}, {len(case.lives)} jobs, {seconds:.0f} s", highlight=False, soft_wrap=True
     )
-    for check in failed:
+    for check in checks if verbose else failed:
         console.print(f"      {check.claim}: {check.found}", highlight=False, markup=False, soft_wrap=True)
     return not failed
+
+
+def place_of(case: Case, output: Path, cluster: Cluster | None) -> Place:
+    """Return where a case runs: on both nodes of a cluster, or here as on one node."""
+    folder = output / case.name
+    if cluster is None:
+        return Place(output=folder, local=folder / "local")
+    behind = tuple(cluster.behind_local(node) / case.name for node in NODES)
+    for each in behind:
+        each.mkdir()
+    return Place(output=folder, local=cluster.local / case.name, behind_local=behind, launch=on_cluster(cluster))
+
+
+def on_cluster(cluster: Cluster) -> Launch:
+    """Return what submits a job to a cluster, its ranks shared out among the nodes."""
+
+    def launch(
+        words: Sequence[str], ranks: int, environment: Mapping[str, str], log: Path, timeout: float
+    ) -> int | str:
+        variables = {**environment, "PYTHON": sys.executable, "RANKS_PER_NODE": str(ranks // len(NODES))}
+        try:
+            return cluster.submit(words, name=log.parent.name, environment=variables, log=log, timeout=timeout)
+        except SlurmError as error:
+            return f"none: {error}"
+
+    return launch
 
 
 def main() -> int:
@@ -67,34 +95,34 @@ def main() -> int:
     cases = [case for case in cases_in_scope(options.scope) if not options.cases or case.name in options.cases]
     unknown = set(options.cases) - {case.name for case in cases}
     if unknown or not cases:
-        known = ", ".join(case.name for case in cases_in_scope(None))
-        print(
-            f"There is no case {' '.join(sorted(unknown))} in scope {options.scope}; there are {known}.",
-            file=sys.stderr,
-        )
+        known = ", ".join(case.name for case in cases_in_scope())
+        print(f"There is no case {' '.join(sorted(unknown))} in scope {options.scope}: {known}.", file=sys.stderr)
         return 2
-    return run(cases, options)
+    try:
+        return run(cases, options)
+    except (SlurmError, PackagesError) as error:
+        print(f"make functional: {error}", file=sys.stderr)
+        return 2
 
 
 def run(cases: Sequence[Case], options: argparse.Namespace) -> int:
     """Run cases one after the other; returns the exit code."""
     console = Console()
     output = options.keep or Path(tempfile.mkdtemp(prefix="megatron-ckpt-functional-"))
-    output.mkdir(parents=True, exist_ok=True)
     passed = True
     with ExitStack() as stack:
         if options.keep is None:
             stack.callback(shutil.rmtree, output, ignore_errors=True)
-        (output / "references").mkdir()
+        (output / "references").mkdir(parents=True)
         references = References(output / "references")
+        cluster = None if options.here else stack.enter_context(Cluster())
         for case in cases:
-            place = Place(output=output / case.name, local=output / case.name / "local")
+            if case.node_local and cluster is None:
+                console.print(f"[yellow]skip[/yellow]  {case.name}: it needs two nodes", highlight=False)
+                continue
             began = time.monotonic()
-            checks = run_case(case, place, references)
-            passed &= tell(console, case, checks, time.monotonic() - began)
-            if options.verbose:
-                for check in checks:
-                    console.print(f"      {check.claim}: {check.found}", highlight=False, markup=False, soft_wrap=True)
+            checks = run_case(case, place_of(case, output, cluster), references)
+            passed &= tell(console, case, checks, time.monotonic() - began, verbose=options.verbose)
     return 0 if passed else 1
 
 

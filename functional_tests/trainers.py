@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 from cases import CPU_ARGUMENTS, Case
 from compare import differences_from_dcp, differences_of_checkpoints
-from jobs import ROOT, STATE_DUMP, Job
+from jobs import ROOT, SAVING, STATE_DUMP, Job
 from shard_dump import differences_from_memory
 
 from megatron_ckpt_ext.cli.recipe import read_recipe
@@ -30,8 +30,8 @@ class Trainer(Protocol):
     def recorded(self, folder: Path) -> tuple[str, ...]:
         """Return the arguments with which a job keeps in its folder what it does."""
 
-    def reference_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the ``MODEL_ARGS`` of a reference, given those of the case."""
+    not_in_reference: tuple[str, ...]
+    """Flags of the case that a reference leaves out."""
 
     def reference_words(self, folder: Path, start: Path | None) -> tuple[str, ...]:
         """Return the last arguments of a reference: where it saves, if it does, and what it resumes from."""
@@ -51,6 +51,7 @@ class Megatron:
 
     script = STATE_DUMP
     emulated = stock = True
+    not_in_reference: tuple[str, ...] = ("--ckpt-metadata", "--ckpt-metadata-create", *SAVING)
 
     def __init__(self, *, fsdp: bool) -> None:
         self._compare = differences_from_memory if fsdp else differences_from_dcp
@@ -60,13 +61,9 @@ class Megatron:
         """Return where the events go; ``state_dump`` keeps the rest."""
         return ("--ckpt-events", str(folder / "events"))
 
-    def reference_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out what stock Megatron does not know."""
-        return {flag: value for flag, value in arguments.items() if not flag.startswith("--ckpt-metadata")}
-
     def reference_words(self, folder: Path, start: Path | None) -> tuple[str, ...]:
         """Save nothing: stock saves of ``fsdp_dtensor`` never return on these ranks."""
-        return ("--save", "", "--load", str(start or ""))
+        return () if start is None else ("--load", str(start))
 
     def losses(self, job: Job) -> Mapping[int, object]:
         """Return what the last rank kept."""
@@ -87,18 +84,14 @@ class Fsdp2:
     script = ROOT / "recipes" / "fsdp2_trainer.py"
     emulated = stock = False
     machine: tuple[str, ...] = ()
+    not_in_reference: tuple[str, ...] = ("--ckpt.async-save", "--ckpt.keep-last")
 
     def recorded(self, folder: Path) -> tuple[str, ...]:
         """Return where losses and events go."""
         return ("--losses", str(folder / "losses"), "--ckpt.events", str(folder / "events"))
 
-    def reference_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Save synchronously, and keep every step."""
-        ours = ("--ckpt.async-save", "--ckpt.keep-last")
-        return {flag: value for flag, value in arguments.items() if flag not in ours}
-
     def reference_words(self, folder: Path, start: Path | None) -> tuple[str, ...]:
-        """Save in a directory of its own."""
+        """Save synchronously, and keep every step, in a directory of its own."""
         return ("--directory", str(folder / "steps"), "--losses", str(folder / "losses"))
 
     def losses(self, job: Job) -> Mapping[int, object]:

@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
 def run_rank(script: Path, arguments: Sequence[str], *, cpu: bool) -> None:
     """Run ``script`` as ``__main__`` of this process; what it raises, ``SystemExit`` included, passes through.
 
-    A script that succeeds and still has process groups leaves them. Called on all ranks; no collectives of its own.
-    Raises ``CudaWorksError`` for ``cpu`` on a machine with CUDA.
+    A script that succeeds, or is refused, and still has process groups leaves them. Called on all ranks; no
+    collectives of its own. Raises ``CudaWorksError`` for ``cpu`` on a machine with CUDA.
     """
     sys.path.insert(0, str(script.resolve().parent))  # its own modules win, as they do under `python SCRIPT`
     with ExitStack() as stack:
@@ -60,16 +60,22 @@ def run_rank(script: Path, arguments: Sequence[str], *, cpu: bool) -> None:
         try:
             _run_as_main(script, arguments)
         except BaseException as end:
-            if not isinstance(end, SystemExit) or end.code:
+            if not _ends_on_all_ranks(end):
                 failed.set()
             raise
+
+
+def _ends_on_all_ranks(end: BaseException) -> bool:
+    """Whether the other ranks end as this one does: after success, and after what all of them refuse."""
+    return isinstance(end, ConfigurationError | PreparedFileError) or (isinstance(end, SystemExit) and not end.code)
 
 
 def _leave_groups(failed: threading.Event) -> None:
     """End torch's process groups, which Megatron never does.
 
     A thread of gloo that still holds a Python tensor when the interpreter ends aborts the process (PyTorch issue
-    190489): a job that had saved everything ended with SIGABRT. Not after a failure: peers may be in a collective.
+    190489): a job that had saved everything ended with SIGABRT, and one that refused its arguments with SIGSEGV. Not
+    after a failure: peers may be in a collective.
     """
     distributed = sys.modules.get("torch.distributed")
     if not failed.is_set() and distributed is not None and distributed.is_initialized():

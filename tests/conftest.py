@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-FOLDERS = (TESTS, TESTS.parent, TESTS.parent / "functional_tests")
+FOLDERS = (TESTS, TESTS.parent, TESTS.parent / "functional_tests", TESTS.parent / "functional_tests" / "slurm")
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 
 from ranks import RankPool  # noqa: E402  (needs the path set above)

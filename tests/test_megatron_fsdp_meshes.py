@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import STATE_DUMP, save_costs
+from jobs import SAVING, STATE_DUMP, save_costs
 from megatron_fsdp_jobs import run_fsdp_job
 from shard_dump import differences_from_memory
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -34,7 +34,7 @@ def test_a_job_resumes_and_reuses(tmp_path: Path, ranks: int, options: tuple[str
     common: dict[str, Any] = {"output": tmp_path, "ranks": ranks, "script": STATE_DUMP}
     metadata = ("--ckpt-metadata", str(tmp_path / "prepared"), "--ckpt-metadata-create")
     words = ("--swiglu", *options)
-    stock = run_fsdp_job("stock", (*words, "--save", ""), kind="stock", stock=True, **common)
+    stock = run_fsdp_job("stock", words, kind="stock", stock=True, without=SAVING, **common)
     first = run_fsdp_job("first", (*words, *metadata, "--exit-interval", "4"), **common)
     resumed = (*words, *metadata, "--load", str(folder), "--save-interval", "2")
     again = run_fsdp_job("again", resumed, **common)

@@ -2,14 +2,17 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ckpt_ext import launch
+from megatron_ckpt_ext.cli.fit import gpus_refusal, nodes_refusal, parallelism_refusal, save_refusal
 from megatron_ckpt_ext.cli.preflight import check_nvrx
 from megatron_ckpt_ext.cli.recipe import read_recipe
+from megatron_ckpt_ext.cli.words import last_value
 from megatron_ckpt_ext.errors import ConfigurationError
 
 __all__ = ["add_parser"]
@@ -56,13 +59,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "run",
         help="run a training script with the extension installed",
-        usage="megatron-ckpt run [--cpu] [--nproc N | torchrun options] [--recipe FILE [--resume]] SCRIPT [ARGS...]",
+        usage="megatron-ckpt run [--cpu] [--dry-run] [--nproc N | torchrun options] [--recipe FILE [--resume]] "
+        "SCRIPT [ARGS...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--cpu", action="store_true", help="emulate CUDA on the CPU; refused where CUDA works")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="make every check, say what would be started, and start nothing"
+    )
     parser.add_argument("--nproc", type=_positive, metavar="N", help="start N ranks on this machine")
     parser.add_argument(
         "--recipe", type=Path, metavar="FILE", help="take arguments from MODEL_ARGS of a YAML file; ARGS win"
@@ -87,12 +94,60 @@ def execute(options: argparse.Namespace) -> int:
         raise ConfigurationError("--nproc and --nproc-per-node say the same thing: give one of them.")
     check_nvrx(options.script.resolve().parent)
     arguments = [*_recipe_arguments(options), *options.arguments]
+    _check_fit(options, arguments)
+    if options.dry_run:
+        print(_what_would_start(options, arguments))
+        return 0
     if options.cpu:
         _prepare_cpu()
     if options.nproc or options.torchrun:
         return _start_ranks(options, arguments)
     launch.run_rank(options.script, arguments, cpu=options.cpu)
     return 0
+
+
+def _check_fit(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Refuse ranks that do not fit, and checkpoints without a directory."""
+    nodes, ranks = _nodes(options), _ranks_per_node(options)
+    refusal = save_refusal(arguments) or nodes_refusal(nodes, os.environ)
+    if ranks and not refusal:
+        refusal = None if options.cpu else gpus_refusal(ranks, _gpus_here())
+        if nodes.isdecimal() and not refusal:
+            refusal = parallelism_refusal(arguments, int(nodes) * ranks)
+    if refusal:
+        raise ConfigurationError(refusal)
+
+
+def _nodes(options: argparse.Namespace) -> str:
+    """What torchrun is told about the number of nodes."""
+    return last_value(options.torchrun, "--nnodes") or "1"
+
+
+def _ranks_per_node(options: argparse.Namespace) -> int | None:
+    """How many ranks are started here; ``None`` for none, and for a number that torchrun finds out itself."""
+    named = last_value(options.torchrun, "--nproc-per-node") or last_value(options.torchrun, "--nproc_per_node") or ""
+    return options.nproc or (int(named) if named.isdecimal() else None)
+
+
+def _gpus_here() -> int:
+    """How many GPUs this node has; asks without making a CUDA context."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _what_would_start(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Describe the job in a few lines."""
+    ranks = _ranks_per_node(options) or "1, this process" if not options.torchrun else _ranks_per_node(options)
+    return "\n".join(
+        [
+            f"nodes: {_nodes(options)}",
+            f"ranks a node: {ranks or 'as torchrun finds out'}",
+            f"script: {options.script}",
+            f"recipe: {options.recipe or 'none'}",
+            f"arguments: {shlex.join(arguments)}",
+        ]
+    )
 
 
 def _recipe_arguments(options: argparse.Namespace) -> Sequence[str]:
