@@ -29,17 +29,14 @@ class Place:
     """Of all jobs of the case."""
     local: Path
     """Storage of each node for itself, as its jobs see it; on one machine a folder like any other."""
+    temporary: Path
+    """Where every process makes its temporary files; sockets among them, whose paths must be short."""
     behind_local: tuple[Path, ...] = ()
-    """The same of each node, as seen from outside of its jobs; empty on one machine."""
+    """``local`` of each node, as seen from outside of its jobs; empty on one machine."""
     launch: Launch = on_this_machine
     """How jobs are started."""
     timeout: float = 240.0
     """Of a job, in seconds."""
-
-    @property
-    def temporary(self) -> Path:
-        """Where every process of the case makes its temporary files."""
-        return self.output / "tmp"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -52,7 +49,7 @@ class Place:
 
     def environment(self, name: str) -> dict[str, str]:
         """Return the variables of one job's processes."""
-        self.temporary.mkdir(exist_ok=True)
+        self.temporary.mkdir(parents=True, exist_ok=True)
         return {
             **self.variables,
             **CPU_ONLY,
@@ -134,7 +131,7 @@ class References:
         trained = {flag: value for flag, value in arguments.items() if flag not in trainer.not_in_reference}
         key = yaml.safe_dump([trained, life.ranks, words, str(start)])
         if key not in self._jobs:
-            self._jobs[key] = self._run(case, life, trainer, place.timeout, words, start)
+            self._jobs[key] = self._run(case, life, trainer, place, words, start)
         return self._jobs[key]
 
     def _start(self, life: Life, place: Place) -> Path | None:
@@ -146,7 +143,7 @@ class References:
         return start
 
     def _run(
-        self, case: Case, life: Life, trainer: Trainer, timeout: float, words: Sequence[str], start: Path | None
+        self, case: Case, life: Life, trainer: Trainer, place: Place, words: Sequence[str], start: Path | None
     ) -> Job:
         name = f"reference {len(self._jobs) + 1}"
         return run_job(
@@ -157,10 +154,10 @@ class References:
             without=trainer.not_in_reference,
             script=trainer.script,
             ranks=life.ranks,
-            environment=Place(output=self._output, local=self._output).environment(name),
+            environment=place.environment(name) | {MARK: str(self._output / name)},
             emulated=trainer.emulated,
             stock=trainer.stock,
-            timeout=timeout,
+            timeout=place.timeout,
         )
 
 

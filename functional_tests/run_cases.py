@@ -6,6 +6,7 @@ input.
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -59,13 +60,19 @@ def tell(console: Console, case: Case, checks: Sequence[Check], seconds: float, 
 
 def place_of(case: Case, output: Path, cluster: Cluster | None) -> Place:
     """Return where a case runs: on both nodes of a cluster, or here as on one node."""
-    folder = output / case.name
+    folder, temporary = output / case.name, Path(tempfile.mkdtemp(dir=output, prefix="tmp-"))
     if cluster is None:
-        return Place(output=folder, local=folder / "local")
+        return Place(output=folder, local=folder / "local", temporary=temporary)
     behind = tuple(cluster.behind_local(node) / case.name for node in NODES)
     for each in behind:
         each.mkdir()
-    return Place(output=folder, local=cluster.local / case.name, behind_local=behind, launch=on_cluster(cluster))
+    return Place(
+        output=folder,
+        local=cluster.local / case.name,
+        temporary=temporary,
+        behind_local=behind,
+        launch=on_cluster(cluster),
+    )
 
 
 def on_cluster(cluster: Cluster) -> Launch:
@@ -98,6 +105,7 @@ def main() -> int:
         known = ", ".join(case.name for case in cases_in_scope())
         print(f"There is no case {' '.join(sorted(unknown))} in scope {options.scope}: {known}.", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is closed
     try:
         return run(cases, options)
     except (SlurmError, PackagesError) as error:

@@ -40,7 +40,7 @@ def put(checkpoint: Path, value: int) -> None:
 @pytest.fixture
 def good(tmp_path: Path) -> Evidence:
     """A resumed life of the trainer as it should have been, and its reference, made here."""
-    place = Place(output=tmp_path, local=tmp_path / "local")
+    place = Place(output=tmp_path, local=tmp_path / "local", temporary=tmp_path / "tmp")
     place.environment("resumed")
     job, reference = (Job(name=name, folder=tmp_path / name) for name in ("resumed", "reference"))
     for folder, steps, begin in (

@@ -131,19 +131,26 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 atexit.register(lambda: print("groups at exit:", dist.is_initialized()))
 destroy = dist.destroy_process_group
 dist.destroy_process_group = lambda: (destroy(), print("groups are left"))
+if sys.argv[1:] == ["refused"]:
+    from megatron_ckpt_ext.errors import ConfigurationError
+    raise ConfigurationError("no")
 if sys.argv[1:]:
     sys.exit(int(sys.argv[1]))
 """
 
 
 @needs_no_cuda
-@pytest.mark.parametrize(("code", "left"), [((), True), (("0",), True), (("3",), False)])
-def test_a_script_that_succeeded_leaves_its_groups(code: tuple[str, ...], left: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "left"), [((), 0, True), (("0",), 0, True), (("refused",), 2, True), (("3",), 3, False)]
+)
+def test_a_script_that_succeeded_or_was_refused_leaves_its_groups(
+    words: tuple[str, ...], code: int, left: bool, tmp_path: Path
+) -> None:
     (tmp_path / "groups.py").write_text(GROUPS)
 
-    done = run("--cpu", tmp_path / "groups.py", *code, folder=tmp_path)
+    done = run("--cpu", tmp_path / "groups.py", *words, folder=tmp_path)
 
-    assert done.returncode == int("".join(code) or 0)
+    assert done.returncode == code
     assert done.stdout.splitlines() == ["groups at exit: True", *(["groups are left"] if left else [])]
 
 
