@@ -39,12 +39,25 @@ def test_the_number_of_a_flag(words: list[str], number: int | None) -> None:
     assert whole_number(words, "--n", 1) == number
 
 
-@pytest.mark.parametrize(("ranks", "gpus", "fits"), [(8, 8, True), (4, 8, True), (9, 8, False), (9, 0, True)])
-def test_ranks_fit_the_gpus_of_the_node(ranks: int, gpus: int, fits: bool) -> None:
-    refusal = gpus_refusal(ranks, gpus)
+@pytest.mark.parametrize(
+    ("words", "ranks", "gpus", "fits"),
+    [
+        (MEGATRON, 8, 8, True),
+        (MEGATRON, 4, 8, True),
+        (MEGATRON, 9, 8, False),
+        (MEGATRON, 9, 0, True),
+        ([], 9, 8, True),  # not Megatron's script: it may train on the CPU
+    ],
+)
+def test_ranks_fit_the_gpus_of_the_node(words: list[str], ranks: int, gpus: int, fits: bool) -> None:
+    refusal = gpus_refusal(words, ranks, gpus)
 
     assert (refusal is None) is fits
     assert fits or "9 ranks were asked for on this node, which has 8 GPUs" in str(refusal)
+
+
+def test_a_heterogeneous_slurm_job_may_have_more_nodes_than_it_says() -> None:
+    assert nodes_refusal("3", {"SLURM_JOB_NUM_NODES": "2", "SLURM_HET_SIZE": "2"}) is None
 
 
 @pytest.mark.parametrize(
@@ -75,6 +88,23 @@ def test_nodes_fit_the_slurm_job(nodes: str, allocated: str | None, fits: bool) 
         ([*MEGATRON, "--global-batch-size", "8", "--tensor-model-parallel-size", "2"], 8, None),
         ([*MEGATRON, "--global-batch-size", "8", "--rampup-batch-size", "8", "8", "64"], 8, None),
         (["--global-batch-size", "8"], 3, None),
+        ([*MEGATRON, "--global-batch-size", "8", "--decrease-batch-size-if-needed"], 8, None),
+        ([*MEGATRON, "--global-batch-size", "8", "--step-batch-size-schedule", "0:8 1K:16"], 8, None),
+        (["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "4"], 7, None),
+        (["--tensor-model-parallel-size", "2", "--use-checkpoint-args"], 7, None),
+        (["--tensor-model-parallel-size", "2", "--yaml-cfg", "f"], 7, None),
+        (
+            ["--expert-model-parallel-size", "8"],
+            4,
+            r"copy of the experts takes 8 ranks .--expert-model-parallel-size 8.",
+        ),
+        (["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "4"], 4, "experts takes 8 ranks"),
+        (
+            ["--expert-tensor-parallel-size", "1", "--tensor-model-parallel-size=2", "--expert-model-parallel-size=4"],
+            4,
+            None,
+        ),
+        (["--expert-model-parallel-size", "many"], 4, None),
     ],
 )
 def test_ranks_hold_whole_copies_of_the_model(words: list[str], world: int, complaint: str | None) -> None:
@@ -115,9 +145,9 @@ def script(tmp_path: Path) -> str:
 
 
 def test_a_dry_run_says_what_would_start_and_starts_nothing(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OUTPUT", "/shared/run")
+    monkeypatch.setenv("OUTPUT", str(tmp_path))
     words = ["--nnodes", "2", "--nproc", "8", "--recipe", str(RECIPE), script, "--seed", "a b"]
 
     assert main(["run", "--dry-run", "--cpu", *words]) == 0
@@ -156,3 +186,14 @@ def test_without_a_number_of_ranks_torchrun_finds_out(script: str, capsys: pytes
     assert "ranks a node: as torchrun finds out" in capsys.readouterr().out.splitlines()
     assert main(["run", "--dry-run", script]) == 0
     assert "ranks a node: 1, this process" in capsys.readouterr().out.splitlines()
+
+
+def test_the_number_of_nodes_may_stand_in_torchruns_variable(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    words = ["run", "--dry-run", "--cpu", "--nproc", "4", script, "--tensor-model-parallel-size", "8"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "nodes: 2"
+    monkeypatch.delenv("PET_NNODES")
+    assert main(words) == 2

@@ -48,7 +48,8 @@ class TextLoader(yaml.SafeLoader):
 def read_recipe(path: Path, *, resume: bool, environment: Mapping[str, str]) -> Recipe:
     """Read and expand the recipe at ``path``; ``resume`` takes ``MODEL_ARGS_2`` where the recipe has it.
 
-    Raises ``ConfigurationError`` for a file that is not a recipe and for a ``${NAME}`` that is not set.
+    Raises ``ConfigurationError`` for a file that is not a recipe, for a ``${NAME}`` that is not set, and for a path
+    that begins with an empty one.
     """
     try:
         return _recipe(_load(path), resume=resume, environment=environment)
@@ -120,10 +121,15 @@ def _expand(key: str, text: str, environment: Mapping[str, str]) -> str:
     """``text`` with every ``${NAME}`` replaced."""
 
     def value_of(match: re.Match[str]) -> str:
-        if match[1] not in environment:
+        value = environment.get(match[1])
+        if value is None:
             raise ConfigurationError(
                 f"{key} uses {match[0]}, which is not set: set it in the environment or in ENV_VARS."
             )
-        return environment[match[1]]
+        if not value and text.startswith(f"{match[0]}/"):
+            raise ConfigurationError(
+                f"{key} uses {match[0]}, which is empty, so that {text} would lie below /: set it to a directory."
+            )
+        return value
 
     return VARIABLE.sub(value_of, text)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ckpt_ext import launch
 from megatron_ckpt_ext.cli.fit import gpus_refusal, nodes_refusal, parallelism_refusal, save_refusal
+from megatron_ckpt_ext.cli.folders import events_refusal, unwritable_refusal
 from megatron_ckpt_ext.cli.preflight import check_nvrx
 from megatron_ckpt_ext.cli.recipe import read_recipe
 from megatron_ckpt_ext.cli.words import last_value
@@ -108,19 +109,28 @@ def execute(options: argparse.Namespace) -> int:
 
 def _check_fit(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Refuse ranks that do not fit, and checkpoints without a directory."""
-    nodes, ranks = _nodes(options), _ranks_per_node(options)
-    refusal = save_refusal(arguments) or nodes_refusal(nodes, os.environ)
-    if ranks and not refusal:
-        refusal = None if options.cpu else gpus_refusal(ranks, _gpus_here())
-        if nodes.isdecimal() and not refusal:
-            refusal = parallelism_refusal(arguments, int(nodes) * ranks)
+    refusal = (
+        save_refusal(arguments) or nodes_refusal(_nodes(options), os.environ) or _ranks_refusal(options, arguments)
+    )
+    refusal = refusal or unwritable_refusal(arguments) or events_refusal(arguments)
     if refusal:
         raise ConfigurationError(refusal)
 
 
+def _ranks_refusal(options: argparse.Namespace, arguments: Sequence[str]) -> str | None:
+    """Refuse ranks that fit neither this node nor the job; the other nodes are taken to have as many."""
+    nodes, ranks = _nodes(options), _ranks_per_node(options)
+    if ranks is None:
+        return None
+    refusal = None if options.cpu else gpus_refusal(arguments, ranks, _gpus_here())
+    if refusal or not nodes.isdecimal():
+        return refusal
+    return parallelism_refusal(arguments, int(nodes) * ranks)
+
+
 def _nodes(options: argparse.Namespace) -> str:
-    """What torchrun is told about the number of nodes."""
-    return last_value(options.torchrun, "--nnodes") or "1"
+    """What torchrun is told about the number of nodes, by an option or by its variable."""
+    return last_value(options.torchrun, "--nnodes") or os.environ.get("PET_NNODES") or "1"
 
 
 def _ranks_per_node(options: argparse.Namespace) -> int | None:

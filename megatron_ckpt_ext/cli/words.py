@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
-__all__ = ["has_flag", "last_value", "whole_number"]
+__all__ = ["has_flag", "is_megatrons", "last_value", "whole_number"]
 
 
 def has_flag(words: Sequence[str], flag: str) -> bool:
     """Whether ``flag`` is there, in either of its two forms."""
     return any(word == flag or word.startswith(f"{flag}=") for word in words)
+
+
+def is_megatrons(words: Sequence[str]) -> bool:
+    """Whether these are arguments of Megatron's training loop, which needs one flag that other scripts hardly have."""
+    return has_flag(words, "--micro-batch-size")
 
 
 def last_value(words: Sequence[str], flag: str) -> str | None:
@@ -26,7 +31,7 @@ def last_value(words: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def whole_number(words: Sequence[str], flag: str, default: int) -> int | None:
+def whole_number(words: Sequence[str], flag: str, default: int | None) -> int | None:
     """Return the value of a flag that is a number of something; ``None`` if it is none, which its parser will say."""
     value = last_value(words, flag)
     if value is None:
