@@ -118,6 +118,7 @@ class References:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._jobs: dict[str, Job] = {}
+        self._started = 0
 
     def of(self, case: Case, life: Life, trainer: Trainer, place: Place) -> Job:
         """Run the reference of a life, unless one with the same arguments has run.
@@ -145,7 +146,8 @@ class References:
     def _run(
         self, case: Case, life: Life, trainer: Trainer, place: Place, words: Sequence[str], start: Path | None
     ) -> Job:
-        name = f"reference {len(self._jobs) + 1}"
+        self._started += 1
+        name = f"reference {self._started}"
         return run_job(
             name,
             (*trainer.machine, *words, *trainer.reference_words(self._output / name, start)),

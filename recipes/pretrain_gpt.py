@@ -13,8 +13,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 
 BATCH_DTYPES = {
     "tokens": torch.int64,
@@ -76,6 +74,9 @@ def forward_step(samples: Any, model: Any) -> tuple[torch.Tensor, Any]:
 
 def main() -> None:
     """Parse Megatron's arguments and train."""
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     if args.context_parallel_size > 1:
         raise ValueError("--context-parallel-size above 1 is not done here: use the script of a Megatron-LM checkout.")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest as MegatronRequest
-from workload import Job, StateDict, heard, state, values
+from workload import BESIDE, Job, StateDict, heard, state, values
 
 from megatron_ckpt_ext.collectives import CollectiveCounter
 from megatron_ckpt_ext.commit.commit import How, OnDrift
@@ -356,7 +356,8 @@ def staged(scene: Scene) -> Any:
     """What lies there once the writers have written and nobody has voted, and what is opened to write from then on."""
     scene.schedule("step_1", 1)
     scene.ready()
-    before = sorted(path.name.split(".")[-1] for path in (scene.directory / "step_1").iterdir())
+    there = {path.name for path in (scene.directory / "step_1").iterdir()} - BESIDE
+    before = sorted(name.split(".")[-1] for name in there)
     dist.barrier()
     opened: list[str] = []
     listening = [True]

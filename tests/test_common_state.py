@@ -16,6 +16,7 @@ from ranks import RankPool
 from workload import Job, heard, save, state
 
 from megatron_ckpt_ext.collectives import CollectiveCounter, CollectiveSums
+from megatron_ckpt_ext.compat import mcore
 from megatron_ckpt_ext.metadata.digest import combined_digest, digests_by_key
 
 
@@ -29,7 +30,7 @@ def saves_on_rank(directory: str, differing: bool) -> tuple[list[str], list[int]
         for seed in (2, 3, 4):
             strategy.preprocess_common = lambda common: {**common, "args": without_rank(common["args"])}
             with CollectiveCounter() as counter, counter.phase("save") as tally:
-                state_dict = as_megatron_does(with_common(seed=seed, differing=differing))
+                state_dict = as_megatron_does(strategy, with_common(seed=seed, differing=differing))
                 strategy.async_save(state_dict, made(directory, seed)).execute_sync()
             objects.append(CollectiveSums.of(tally.counts).objects)
     dist.barrier()  # rank 0 publishes after the vote, on which nobody waits
@@ -47,11 +48,14 @@ def without_rank(args: Namespace) -> Namespace:
     return Namespace(**{name: value for name, value in vars(args).items() if name != "rank"})
 
 
-def as_megatron_does(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Split as ``dist_checkpointing.save`` splits it."""
+def as_megatron_does(strategy: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Split as ``dist_checkpointing.save`` splits it; before 0.19 a strategy sees only what is sharded."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     common = {name: state_dict.pop(name) for name in ("args", "iteration")}
+    if mcore.common_beside(common) is not None:
+        strategy.common_beside = common
+        return state_dict
     state_dict["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
     return state_dict
 

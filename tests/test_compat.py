@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, utils
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
 from ranks import RankPool
 from torch.distributed.checkpoint import filesystem
@@ -211,12 +211,12 @@ def test_our_strategy_is_called_like_the_stock_one() -> None:
     stock, ours = mcore.TorchDistSaveShardedStrategy, PreparedSaveStrategy
 
     assert {"args", "kwargs"} <= inspect.signature(ours).parameters.keys()
-    assert set(inspect.signature(stock).parameters) == {
-        *("backend", "version", "keep_only_main_replica", "thread_count", "cached_metadata"),
-        *("separation_hint", "cpu_shm_mode"),
-    }
+    known = {"backend", "version", "keep_only_main_replica", "thread_count", "cached_metadata", "separation_hint"}
+    since_0_18 = inspect.signature(stock).parameters.keys() & {"cpu_shm_mode"}
+    assert set(inspect.signature(stock).parameters) == known | since_0_18
+    assert mcore.uses_shared_memory(stock(**dict.fromkeys(since_0_18, True))) is bool(since_0_18)
     assert list(inspect.signature(ours.async_save).parameters) == list(inspect.signature(stock.async_save).parameters)
-    attributes = {"backend", "keep_only_main_replica", "separation_hint", "thread_count", "cpu_shm_mode"}
+    attributes = {"backend", "keep_only_main_replica", "separation_hint", "thread_count", *since_0_18}
     assert attributes | {"use_cached_ckpt_structure"} <= vars(stock()).keys()
 
 
@@ -247,8 +247,20 @@ def test_the_side_file_is_megatrons(both: Path) -> None:
 
 
 def test_what_is_not_sharded_is_one_item_of_the_state_dict(both: Path) -> None:
-    assert f"{mcore.COMMON_STATE}/shard_0_1" in FileSystemReader(both / "stock").read_metadata().state_dict_metadata
-    assert f'sharded_state_dict["{mcore.COMMON_STATE}"] = ShardedObject(' in inspect.getsource(dist_checkpointing.save)
+    """Since 0.19; before, it is a file of its own, and what we take out of the state dict is what Megatron writes."""
+    item = f"{mcore.COMMON_STATE}/shard_0_1"
+    is_item = item in FileSystemReader(both / "stock").read_metadata().state_dict_metadata
+    source = inspect.getsource(dist_checkpointing.save)
+    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    common = mcore.common_beside({"model": {"w": tensor}, "here": LocalNonpersistentObject(1), "step": 7})
+    if common is None:
+        assert is_item
+        assert f'sharded_state_dict["{mcore.COMMON_STATE}"] = ShardedObject(' in source
+    else:
+        assert not is_item
+        assert "save_common(state_dict, checkpoint_dir)" in source
+        assert (both / "stock" / "common.pt").exists()
+        assert common == {"step": 7}
 
 
 def test_megatrons_save_takes_subclasses() -> None:
@@ -319,7 +331,8 @@ def test_results_can_be_led_elsewhere() -> None:
 
 def test_what_was_sent_to_a_writer_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     writer = nvrx.FileSystemWriterAsync
-    caches = ("_shm_tensor_cache", "_cached_identifiers", "_cached_tensor_data_ptrs")
+    caches = ["_shm_tensor_cache", "_cached_identifiers"]
+    caches += ["_cached_tensor_data_ptrs"] if nvrx.follows_memory() else []
     for name in caches:
         sent: Any = {"sent": "tensor"}
         monkeypatch.setattr(writer, name, sent if isinstance(getattr(writer, name), dict) else set(sent))
@@ -379,7 +392,7 @@ def writer_on_rank(directory: str) -> None:
         [{"seed": 1, "rank": 0}],
         [{"lr": 0.25}],
     ]
-    function, preload, arguments = writer.get_save_function_and_args()
+    function, preload, arguments = nvrx.save_function(writer)
     assert callable(function)
     assert arguments[1] is None
     assert [bucket[1] for bucket in preload()] == ["__0_0.distcp"]

@@ -7,8 +7,7 @@ import dis
 import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from importlib import import_module
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
 from megatron_ckpt_ext.commit.queue import DEFAULT_TIMEOUT, AsyncSaveQueue
 from megatron_ckpt_ext.compat import megatron_training
-from megatron_ckpt_ext.compat.megatron_training import LOAD_BASE
+from megatron_ckpt_ext.compat.megatron_sites import FSDP_SITES, SITES, Site, find_sites
 from megatron_ckpt_ext.integrations.fingerprint import files_per_rank, optimizer_sharding
 from megatron_ckpt_ext.integrations.megatron_lm import Installation
 from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue
@@ -30,46 +29,36 @@ def globals_read(code: CodeType) -> Iterator[str]:
             yield from globals_read(constant)
 
 
-LOOK_UPS = [
-    ("arguments", "add_megatron_arguments", "parse_args"),
-    ("arguments", "validate_args", "parse_and_validate_args"),
-    ("training", "initialize_megatron", "pretrain"),
-    ("training", "save_checkpoint", "save_checkpoint_and_time"),
-    ("training", "maybe_finalize_async_save", "train"),
-    ("training", "maybe_finalize_async_save", "pretrain"),
-    ("async_utils", "get_async_strategy", "init_persistent_async_worker"),
-    ("async_utils", "get_async_strategy", "_get_async_calls_queue"),
-    ("checkpointing", "TorchDistSaveShardedStrategy", "save_checkpoint"),
-    ("checkpointing", "FullyParallelSaveStrategyWrapper", "save_checkpoint"),
-    ("checkpointing", "dist_checkpointing", "save_checkpoint"),
-    ("checkpointing", "maybe_msc", "save_checkpoint"),
-    ("checkpointing", "cleanup_old_non_persistent_checkpoint", "save_checkpoint"),
-    ("checkpointing", "read_metadata", "_load_base_checkpoint"),
-    ("checkpointing", "read_metadata", "get_load_checkpoint_path_by_args"),
-    ("checkpointing", LOAD_BASE, "load_checkpoint"),
-    ("checkpointing", LOAD_BASE, "load_args_from_checkpoint"),
-    ("checkpointing", "schedule_async_save", "save_checkpoint"),
-    ("checkpointing", "preprocess_state_dict_for_uneven_dtensor", "preprocess_fsdp_dtensor_state_dict"),
-    ("checkpointing", "get_async_strategy", "save_checkpoint"),
-    ("checkpointing", "get_save_and_finalize_callbacks", "save_checkpoint"),
+FOUND, _ = find_sites(SITES)
+FOUND_FSDP, _ = find_sites(FSDP_SITES)
+PLACES = [
+    site
+    for known, found in ((SITES, FOUND), (FSDP_SITES, FOUND_FSDP))
+    for key, alternatives in known.items()
+    for sites in alternatives
+    if found[key] in sites
+    for site in sites
 ]
-"""Module of megatron.training, name in it that is replaced, and a function that looks it up."""
+"""Every place of the installed Megatron where a replaced name is looked up."""
 
 
-@pytest.mark.parametrize(("module", "name", "user"), LOOK_UPS)
-def test_a_replaced_name_is_looked_up_when_it_is_used(module: str, name: str, user: str) -> None:
-    owner: ModuleType = import_module(f"megatron.training.{module}")
+def test_every_site_of_the_installed_megatron_is_found() -> None:
+    assert [missing for known in (SITES, FSDP_SITES) for missing in find_sites(known)[1]] == []
 
-    function = inspect.unwrap(getattr(owner, user))
-    assert function.__globals__ is vars(owner)
-    assert name in globals_read(function.__code__)
+
+@pytest.mark.parametrize("site", PLACES, ids=str)
+def test_a_replaced_name_is_looked_up_when_it_is_used(site: Site) -> None:
+    function = inspect.unwrap(getattr(site.owner, site.user))
+
+    assert function.__globals__ is vars(site.owner)
+    assert site.name in globals_read(function.__code__)
 
 
 def test_everything_that_is_replaced_is_tried_above() -> None:
     installation = Installation()
     installation.close()
 
-    tried = {f"megatron.training.{module}.{name}" for module, name, _ in LOOK_UPS}
+    tried = {f"megatron.training.{site.module}.{site.name}" for site in PLACES}
     passed_on = {
         "megatron.training.checkpointing.save_checkpoint",  # for scripts that import it from there
         "megatron.core.transformer.fsdp_dtensor_checkpoint.make_fsdp_dtensor",
@@ -137,6 +126,8 @@ def test_optimizer_sharding_is_what_megatron_decides(reshardable: bool, distribu
         ckpt_format="torch_dist",
     )
 
+    if layer_wise and "layer_wise" not in inspect.getsource(_build_sharded_state_dict_metadata):
+        pytest.skip("this release has no such optimizer")
     decided = _build_sharded_state_dict_metadata(args, dp_cp_group=object())
     assert optimizer_sharding(args) == decided.get("distrib_optim_sharding_type", "none")
 

@@ -83,7 +83,7 @@ ROWS = (
     Row(
         name="manager",
         may=(
-            *("commit", "compat", "errors", "events", "metadata", "publish"),
+            *("collectives", "commit", "compat", "errors", "events", "metadata", "publish"),
             *("staging", "strategy", "write"),
         ),
         why="Joins staging, a saver and retention for trainers without a framework.",

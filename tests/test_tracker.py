@@ -8,15 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.core.msc_utils import MultiStorageClientFeature, maybe_msc
+from megatron.core import msc_utils
+from megatron.core.msc_utils import MultiStorageClientFeature
 from msc_profiles import Profile
 
 from megatron_ckpt_ext.errors import ConfigurationError
-from megatron_ckpt_ext.integrations.tracker import TRACKER_FILE, AtomicTracker, explaining_reader
+from megatron_ckpt_ext.integrations.tracker import TRACKER_FILE, explaining_reader, tracker_writer
 
 pytest_plugins = ["msc_profiles"]
 
-FILES = AtomicTracker(SimpleNamespace(open=open, answer=42))
+OPENS = getattr(msc_utils, "maybe_msc", None) or SimpleNamespace(open=msc_utils.open_file)
+"""What Megatron opens files with: a function before 0.19."""
+FILES = tracker_writer(SimpleNamespace(open=open, answer=42))
 
 
 def test_the_tracker_appears_when_it_is_closed(tmp_path: Path) -> None:
@@ -53,9 +56,9 @@ def test_a_plain_path_that_the_client_leads_elsewhere_is_written_there(profile: 
     profile.config.write_text(json.dumps(config))
     MultiStorageClientFeature.enable()
     try:
-        with AtomicTracker(maybe_msc).open(f"{tmp_path}/mapped/{TRACKER_FILE}", "w") as file:
+        with tracker_writer(OPENS).open(f"{tmp_path}/mapped/{TRACKER_FILE}", "w") as file:
             file.write("8")
-        with maybe_msc.open(f"{tmp_path}/mapped/{TRACKER_FILE}", "r") as file:
+        with OPENS.open(f"{tmp_path}/mapped/{TRACKER_FILE}", "r") as file:
             assert file.read() == "8"
     finally:
         MultiStorageClientFeature.disable()
@@ -70,7 +73,7 @@ def remote(profile: Profile) -> Iterator[str]:
 
 
 def test_a_remote_tracker_appears_when_it_is_closed(remote: str) -> None:
-    files = AtomicTracker(maybe_msc)
+    files = tracker_writer(OPENS)
     for before, after in (("", "4"), ("4", "8")):
         with files.open(remote, "w") as file:
             file.write(after)
@@ -80,7 +83,7 @@ def test_a_remote_tracker_appears_when_it_is_closed(remote: str) -> None:
 
 
 def test_a_writer_that_fails_leaves_the_old_remote_tracker(remote: str) -> None:
-    files = AtomicTracker(maybe_msc)
+    files = tracker_writer(OPENS)
     with files.open(remote, "w") as file:
         file.write("4")
     with pytest.raises(ZeroDivisionError), files.open(remote, "w") as file:
@@ -95,7 +98,7 @@ def test_a_path_of_another_storage_is_left_to_it() -> None:
         opened.append(args)
         return io.StringIO()
 
-    with AtomicTracker(SimpleNamespace(open=open_it)).open(f"s3://bucket/{TRACKER_FILE}", "w") as file:
+    with tracker_writer(SimpleNamespace(open=open_it)).open(f"s3://bucket/{TRACKER_FILE}", "w") as file:
         file.write("4")
     assert opened == [(f"s3://bucket/{TRACKER_FILE}", "w")]
 

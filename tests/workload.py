@@ -19,12 +19,19 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ckpt_ext import verify_checkpoint
+from megatron_ckpt_ext.compat import mcore
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
 from megatron_ckpt_ext.strategy.fully_parallel import PreparedSaveWrapper
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
+COMMON = {"common_state/shard_0_1"} if mcore.common_beside({}) is None else set()
+"""What a release stores beside what the ranks hold; before 0.19 in a file of its own."""
+BESIDE = frozenset() if COMMON else frozenset({"common.pt"})
+"""Files that Megatron writes before a save is planned."""
 ROWS = 4
 COLUMNS = 6
+HAS_SHARED_MEMORY = hasattr(mcore.TorchDistSaveShardedStrategy(), "cpu_shm_mode")
+"""Whether Megatron can ask for it; it can since 0.18."""
 
 type StateDict = dict[str, Any]
 
@@ -50,7 +57,7 @@ class Job:
             thread_count=self.workers,
             prepared_metadata=prepared,
             ckpt_metadata_create_path=self.create,
-            **self.extra,
+            **{name: value for name, value in self.extra.items() if name != "cpu_shm_mode" or HAS_SHARED_MEMORY},
         )
         if not self.fully_parallel:
             return base
@@ -132,7 +139,7 @@ def assert_holds(directory: Path, held_by_rank: list[dict[str, Any]]) -> None:
     assert report.complete, report.problems
     found = checkpoint_values(str(directory))
     expected = {key: value for held in held_by_rank for key, value in held.items()}
-    assert found.keys() == expected.keys() | {"common_state/shard_0_1"}
+    assert found.keys() == expected.keys() | COMMON
     assert [key for key, value in expected.items() if not same(found[key], value)] == []
     assert [path.name for path in directory.iterdir() if path.name.endswith(".tmp")] == []
 

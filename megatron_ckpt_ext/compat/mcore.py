@@ -1,8 +1,9 @@
 """Names of megatron.core.dist_checkpointing that are private or moved between releases.
 
-Read in megatron-core 0.19.2. ``tests/test_compat.py`` notices when one of them moves.
+Read in megatron-core 0.17.1, 0.18.2 and 0.19.2. ``tests/test_compat.py`` notices when one of them moves.
 """
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,9 +12,16 @@ from typing import Any
 
 import torch
 from megatron.core import utils
+from megatron.core.dist_checkpointing import save as save_of_release
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -32,6 +40,7 @@ __all__ = [
     "ShardedTensor",
     "TorchDistSaveShardedStrategy",
     "bytes_to_write",
+    "common_beside",
     "ends_in_a_barrier",
     "is_collective_finalizer",
     "is_optional_finalizer",
@@ -40,6 +49,7 @@ __all__ = [
     "refuse_released_storage",
     "save_planner",
     "to_pyt_state_dict",
+    "uses_shared_memory",
     "writes_metadata_json",
 ]
 
@@ -57,6 +67,26 @@ def to_pyt_state_dict(sharded_state_dict: dict[str, Any], *, keep_only_main_repl
         asked_once.apply([(utils, "is_torch_min_version", cache(utils.is_torch_min_version))])
         state_dict: dict[str, Any] = mcore_to_pyt_state_dict(by_key, False)
     return state_dict
+
+
+def uses_shared_memory(strategy: TorchDistSaveShardedStrategy) -> bool:
+    """Whether tensors go to the writer through shared memory; before 0.18 Megatron cannot ask for it."""
+    return bool(getattr(strategy, "cpu_shm_mode", False))
+
+
+def common_beside(state_dict: dict[str, Any]) -> Any | None:
+    """Return what is not sharded, where the release keeps it out of the state dict that strategies see.
+
+    Before 0.19 rank 0 writes it to ``common.pt`` before the save is planned; since then it is an item of the state dict
+    (``COMMON_STATE``), and ``None`` is returned. The state dict is not changed. No collectives.
+    """
+    if "common_strategy" not in inspect.signature(save_of_release).parameters:
+        return None
+    return extract_matching_values(state_dict, _is_not_common)[1]
+
+
+def _is_not_common(value: Any) -> bool:
+    return isinstance(value, ShardedBase | LocalNonpersistentObject)
 
 
 def bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:

@@ -1,7 +1,7 @@
-"""Names of megatron.training that the integration replaces or reads, and the versions they were read in.
+"""What of megatron.training and NVRx is installed, and whether it is what the integration needs.
 
-Megatron has no plug-in point for any of this, so names are replaced in the modules that look them up at call time
-(read in megatron-core 0.19.2). ``tests/test_compat_training.py`` notices when one of them moves.
+Symbols decide, and not versions: a release that has not been seen yet works if it has what is needed.
+``tests/test_compat_training.py`` notices when something moves.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -9,8 +9,9 @@ from typing import Final
 
 from packaging.version import InvalidVersion, Version
 
+from megatron_ckpt_ext.compat.megatron_sites import SITES, find_sites
+
 __all__ = [
-    "LOAD_BASE",
     "nvrx_version",
     "unfinalized_saves",
     "unsupported_megatron",
@@ -18,11 +19,8 @@ __all__ = [
     "unsupported_reason",
 ]
 
-SUPPORTED_MEGATRON: Final = ("0.19", "0.20")
-"""From this version on, and below that one."""
-SUPPORTED_NVRX: Final = ("0.7", "0.8")
-LOAD_BASE: Final = "_load_base_checkpoint"
-"""In ``checkpointing``: reads the common part of a checkpoint, or ends the process where there is none."""
+OLDEST_NVRX: Final = "0.6"
+"""Megatron refuses to be imported with an older one; what a newer one has is found out by importing it."""
 
 
 def unsupported_reason() -> str | None:
@@ -31,21 +29,28 @@ def unsupported_reason() -> str | None:
 
 
 def unsupported_megatron() -> str | None:
-    """Say why the installed Megatron is not supported, whatever there is of NVRx; or ``None``."""
+    """Say why the importable Megatron is not supported, whatever there is of NVRx; or ``None``. Imports it."""
     import megatron.core
 
-    return _unsupported("megatron-core", megatron.core.__version__, SUPPORTED_MEGATRON)
+    _, missing = find_sites(SITES)
+    if not missing:
+        return None
+    return f"megatron-core {megatron.core.__version__} is installed, and has no {', no '.join(missing)}"
 
 
 def unsupported_nvrx(found: str | None) -> str | None:
-    """Say why a version of NVRx is not supported, or ``None``.
+    """Say why a version of NVRx is not supported, or ``None``. Imports nothing of it.
 
     Args:
         found: of ``nvrx_version``.
     """
     if found is None:
         return "nvidia-resiliency-ext is not installed"
-    return _unsupported("nvidia-resiliency-ext", found, SUPPORTED_NVRX)
+    try:
+        fits = Version(found) >= Version(OLDEST_NVRX)
+    except InvalidVersion:  # of a fork
+        fits = True
+    return None if fits else f"nvidia-resiliency-ext {found} is installed, {OLDEST_NVRX} or later is needed"
 
 
 def unfinalized_saves() -> int:
@@ -62,12 +67,3 @@ def nvrx_version() -> str | None:
         return version("nvidia-resiliency-ext")
     except PackageNotFoundError:
         return None
-
-
-def _unsupported(name: str, found: str, bounds: tuple[str, str]) -> str | None:
-    lowest, above = map(Version, bounds)
-    try:
-        fits = lowest <= Version(found) < above
-    except InvalidVersion:  # of a fork
-        fits = False
-    return None if fits else f"{name} {found} is installed, {lowest} or later, below {above}, is needed"

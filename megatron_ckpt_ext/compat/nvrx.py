@@ -1,12 +1,14 @@
 """Names of nvidia-resiliency-ext that are version-dependent. Needs NVRx; import it where NVRx is needed only.
 
-Read in nvidia-resiliency-ext 0.7.0. ``tests/test_compat.py`` notices when one of them moves.
+Read in nvidia-resiliency-ext 0.6.0 and 0.7.0. ``tests/test_compat.py`` notices when one of them moves.
 """
 
+import inspect
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
@@ -19,6 +21,7 @@ __all__ = [
     "AsyncRequest",
     "FileSystemWriterAsync",
     "drain_before_reuse",
+    "follows_memory",
     "forget_what_the_writer_has",
     "has_shared_buffers",
     "join_instances",
@@ -26,8 +29,46 @@ __all__ = [
     "open_cuda_device",
     "results_in",
     "results_through",
+    "save_function",
     "set_priorities",
+    "unmatched",
 ]
+
+_WRITER_OPTIONS = ("separation_hint", "use_msc", "use_cached_data_structure", "use_cpu_shm_for_gpu_tensors")
+_REQUEST_FIELDS = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn")
+_WRITER_NAMES = ("cleanup_tensor_caches", "register_shm_drain_callback", "_shm_tensor_cache")
+
+
+def unmatched() -> str | None:
+    """Say what the installed NVRx does not have and is needed, or ``None``."""
+    options = inspect.signature(FileSystemWriterAsync.__init__).parameters
+    missing = [f"FileSystemWriterAsync({name}=)" for name in _WRITER_OPTIONS if name not in options]
+    missing += [f"FileSystemWriterAsync.{name}" for name in _WRITER_NAMES if not hasattr(FileSystemWriterAsync, name)]
+    missing += [f"AsyncRequest.{name}" for name in _REQUEST_FIELDS if name not in AsyncRequest._fields]
+    missing += [name for name in ("_results_queue",) if not hasattr(filesystem_async, name)]
+    return f"nvidia-resiliency-ext has no {', no '.join(missing)}" if missing else None
+
+
+def follows_memory() -> bool:
+    """Whether NVRx notices that the memory of a tensor that it has sent is another one now; it does since 0.7.
+
+    Before, a constant structure saves what is in the old memory (NeMo-RL issue 3312).
+    """
+    return hasattr(filesystem_async, "_compute_tensor_data_ptrs")
+
+
+def save_function(writer: FileSystemWriterAsync) -> tuple[Any, Any, list[Any]]:
+    """Return what writes, what prepares it, and the arguments, after ``prepare_write_data``.
+
+    NVRx 0.6 hands CPU tensors over as they are, and what the trainer does next would be written; here they are copied,
+    as 0.7 does.
+    """
+    if not follows_memory() and writer.uncached_tensor_data is not None:
+        items, tensors = writer.uncached_tensor_data
+        copies = [tensor.clone() if tensor.device.type == "cpu" else tensor for tensor in tensors]
+        writer.uncached_tensor_data = items, copies
+    function, preload, arguments = writer.get_save_function_and_args()
+    return function, preload, arguments
 
 
 def non_tensor_items(writer: FileSystemWriterAsync) -> tuple[list[WriteItem], list[io.BytesIO]]:

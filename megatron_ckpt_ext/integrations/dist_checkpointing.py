@@ -9,6 +9,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from megatron_ckpt_ext.compat.mcore import common_beside
 from megatron_ckpt_ext.strategy.fully_parallel import PreparedSaveWrapper
 from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
 
@@ -33,6 +34,7 @@ class DistCheckpointing(ModuleType):
         call = self._signature.bind(*args, **options).arguments
         strategy = _ours(call.get("sharded_strategy"))
         if strategy is not None and call.get("async_sharded_save"):
+            strategy.common_beside = common_beside(call["sharded_state_dict"])
             strategy.preprocess_common = call.get("preprocess_common_before_consistancy_check")
             if strategy.prepared is not None and strategy.handles(call.get("async_strategy") or "nvrx"):
                 call["validate_access_integrity"] = False

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_ckpt_ext.commit.commit import Committed, OnDrift
 from megatron_ckpt_ext.compat.dcp import DistWrapper
+from megatron_ckpt_ext.compat.megatron_sites import FSDP_SITES, find_sites
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import files_per_rank
@@ -167,18 +168,16 @@ def fsdp_hooks(running: Callable[[], MegatronFsdp | None]) -> Iterator[Replaceme
     Args:
         running: returns that of the running job; ``None``: all is stock.
     """
-    from megatron.core.transformer import fsdp_dtensor_checkpoint
-    from megatron.training import checkpointing
-
-    gather = "preprocess_state_dict_for_uneven_dtensor"
-    if not hasattr(checkpointing, gather):  # Megatron-FSDP cannot be imported
+    sites, missing = find_sites(FSDP_SITES)
+    if missing:  # Megatron-FSDP cannot be imported
         return
-    yield checkpointing, gather, _placing(getattr(checkpointing, gather), running)
+    from megatron.core.transformer import fsdp_dtensor_checkpoint
+
+    yield sites["state"].replaced(lambda stock: _placing(stock, running))
     build = fsdp_dtensor_checkpoint.make_fsdp_dtensor
     yield fsdp_dtensor_checkpoint, "make_fsdp_dtensor", _unchecked(build, running)
-    yield checkpointing, "get_async_strategy", _choosing(checkpointing.get_async_strategy, running)
-    finish = checkpointing.get_save_and_finalize_callbacks
-    yield checkpointing, "get_save_and_finalize_callbacks", _returning(finish)
+    yield sites["strategy"].replaced(lambda stock: _choosing(stock, running))
+    yield sites["finalize"].replaced(_returning)
 
 
 def installed_mode() -> Mode:

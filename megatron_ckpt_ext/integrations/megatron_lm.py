@@ -14,12 +14,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt_ext.arguments.flags import FLAGS, add_ckpt_ext_args
-from megatron_ckpt_ext.compat.megatron_training import (
-    LOAD_BASE,
-    unfinalized_saves,
-    unsupported_megatron,
-    unsupported_reason,
-)
+from megatron_ckpt_ext.compat.megatron_sites import SITES, find_sites
+from megatron_ckpt_ext.compat.megatron_training import unfinalized_saves, unsupported_megatron, unsupported_reason
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import set_defaults
@@ -56,6 +52,7 @@ class Installation:
         self._config = CkptExtConfig()
         self._warm: WarmWriter | None = None
         self._probed: ProbedWarmWriter | None = None
+        self._sites, _ = find_sites(SITES)
         self._replacements = Replacements()
         hooks = list(self._hooks())
         self.hooks = tuple(f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in hooks)
@@ -97,22 +94,22 @@ class Installation:
 
     def _dtensor_hooks(self) -> Iterator[Replacement]:
         """What saves and loads of ``fsdp_dtensor`` need, with NVRx and without."""
-        from megatron.training import arguments, checkpointing, training
+        from megatron.training import checkpointing
 
         from megatron_ckpt_ext.integrations.megatron_fsdp import fsdp_hooks
-        from megatron_ckpt_ext.integrations.non_persistent import CLEAN_UP, leaving_complete
-        from megatron_ckpt_ext.integrations.tracker import AtomicTracker, explaining_loader, explaining_reader
+        from megatron_ckpt_ext.integrations.non_persistent import leaving_complete
+        from megatron_ckpt_ext.integrations.tracker import explaining_loader, explaining_reader, tracker_writer
 
         yield from self._flag_hooks()
-        yield arguments, "validate_args", self._checking(arguments.validate_args)
-        yield training, "initialize_megatron", self._starting(training.initialize_megatron)
-        yield checkpointing, "maybe_msc", AtomicTracker(checkpointing.maybe_msc)
-        yield checkpointing, "read_metadata", explaining_reader(checkpointing.read_metadata)
-        yield checkpointing, LOAD_BASE, explaining_loader(getattr(checkpointing, LOAD_BASE))
-        yield checkpointing, CLEAN_UP, leaving_complete(getattr(checkpointing, CLEAN_UP), self._saves)
+        yield self._sites["validation"].replaced(self._checking)
+        yield self._sites["start"].replaced(self._starting)
+        yield self._sites["tracker"].replaced(tracker_writer)
+        yield self._sites["tracker reader"].replaced(explaining_reader)
+        yield self._sites["loader"].replaced(explaining_loader)
+        yield self._sites["clean-up"].replaced(lambda stock: leaving_complete(stock, self._saves))
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed
-        yield training, "save_checkpoint", observed
+        yield self._sites["save"].replaced(lambda _stock: observed)
         yield from fsdp_hooks(lambda: None if self.session is None else self.session.fsdp)
 
     def _saves(self) -> bool:
@@ -120,17 +117,15 @@ class Installation:
         return self.session is not None and self.session.saves
 
     def _all_hooks(self) -> Iterator[Replacement]:
-        from megatron.training import async_utils, checkpointing, training
-
         from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
 
         yield from self._dtensor_hooks()
-        yield async_utils, "get_async_strategy", self._choosing(async_utils.get_async_strategy)
-        yield checkpointing, "TorchDistSaveShardedStrategy", self._strategy
-        yield checkpointing, "FullyParallelSaveStrategyWrapper", self._wrapper
-        yield checkpointing, "dist_checkpointing", DistCheckpointing(checkpointing.dist_checkpointing)
-        yield checkpointing, "schedule_async_save", self._scheduling(checkpointing.schedule_async_save)
-        yield training, "maybe_finalize_async_save", self._finalizing(training.maybe_finalize_async_save)
+        yield self._sites["queue"].replaced(self._choosing)
+        yield self._sites["strategy"].replaced(lambda _stock: self._strategy)
+        yield self._sites["wrapper"].replaced(lambda _stock: self._wrapper)
+        yield self._sites["dist_checkpointing"].replaced(DistCheckpointing)
+        yield self._sites["schedule"].replaced(self._scheduling)
+        yield self._sites["finalize"].replaced(self._finalizing)
 
     def _checking(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)

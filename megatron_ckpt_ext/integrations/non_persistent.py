@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 
-__all__ = ["CLEAN_UP", "leaving_complete"]
+__all__ = ["leaving_complete"]
 
 logger = logging.getLogger(__name__)
 
-CLEAN_UP = "cleanup_old_non_persistent_checkpoint"
 _CHECKPOINT = re.compile(r"iter_([0-9]+)")
 
 

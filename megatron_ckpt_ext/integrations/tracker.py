@@ -16,31 +16,43 @@ from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.publish.atomic import write_file
 from megatron_ckpt_ext.publish.latest import latest_complete_step
 
-__all__ = ["TRACKER_FILE", "AtomicTracker", "explaining_loader", "explaining_reader"]
+__all__ = ["TRACKER_FILE", "explaining_loader", "explaining_reader", "tracker_writer"]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Names the newest checkpoint of a directory."""
 
 
-class AtomicTracker(ModuleType):
-    """Stands in for the module that ``checkpointing`` opens files with; only the tracker is written differently."""
+def tracker_writer(stock: Any) -> Any:
+    """Stand in for what ``checkpointing`` opens files with; only the tracker is written differently.
 
+    Args:
+        stock: a module with ``open``, or, before megatron-core 0.19, a function.
+    """
+    return _Opening(stock) if hasattr(stock, "open") else _opener(stock)
+
+
+class _Opening(ModuleType):
     def __init__(self, real: Any) -> None:
-        """Stand in for ``real``."""
         super().__init__("maybe_msc")
         self._real = real
+        self.open = _opener(real.open)
 
     def __getattr__(self, name: str) -> Any:
-        """Find what is not ours in the real module."""
         return getattr(self._real, name)
 
-    def open(self, path: str, mode: str = "r", *args: Any, **options: Any) -> Any:
-        """Open a file; the tracker appears whole at the end of its ``with`` block, wherever it lies."""
+
+def _opener(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``open``: the tracker appears whole at the end of its ``with`` block, wherever it lies."""
+
+    @wraps(stock)
+    def open_file(path: str, mode: str = "r", *args: Any, **options: Any) -> Any:
         if mode != "w" or os.path.basename(str(path)) != TRACKER_FILE:
-            return self._real.open(path, mode, *args, **options)
+            return stock(path, mode, *args, **options)
         if _is_local(str(path)):
             return _WholeFile(lambda text: write_file(str(path), [text.encode()]))
-        return _WholeFile(lambda text: _write(self._real.open(path, mode, *args, **options), text))
+        return _WholeFile(lambda text: _write(stock(path, mode, *args, **options), text))
+
+    return open_file
 
 
 class _WholeFile(io.StringIO):

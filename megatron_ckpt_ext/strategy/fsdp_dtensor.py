@@ -272,7 +272,7 @@ class FsdpDtensorSaver:
         return planned
 
     def _request(self, state_dict: StateDict, directory: str, ended: Callable[[Committed], None]) -> Any:
-        from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync
+        from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync, save_function
 
         wrapper = self._wrapper
         writer = FileSystemWriterAsync(
@@ -282,7 +282,7 @@ class FsdpDtensorSaver:
 
         def write(plan: Any, planner: Any) -> None:
             writer.prepare_write_data(plan, planner)
-            made.extend(writer.get_save_function_and_args())
+            made.extend(save_function(writer))
 
         planned = self._planned(state_dict, directory, wrapper, writer, write)
         function, preload, arguments = made if planned.failure is None else (None, None, [])

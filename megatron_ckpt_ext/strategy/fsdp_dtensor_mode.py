@@ -62,7 +62,9 @@ def find_facts(*, async_save: bool, version: Callable[[], str | None] = nvrx_ver
     problem = ""
     if unsupported_nvrx(installed) is None:
         try:
-            import megatron_ckpt_ext.compat.nvrx  # noqa: F401
+            from megatron_ckpt_ext.compat.nvrx import unmatched
+
+            problem = unmatched() or ""
         except Exception as error:  # an optional package can fail to import in any way
             problem = f"nvidia-resiliency-ext cannot be imported ({type(error).__name__}: {error})"
     return Facts(async_save=async_save, nvrx=installed, problem=problem)

@@ -22,9 +22,17 @@ from megatron_ckpt_ext.compat.mcore import (
     metadata_json,
     save_planner,
     to_pyt_state_dict,
+    uses_shared_memory,
 )
 from megatron_ckpt_ext.compat.msc import mapped_profile, megatron_uses_msc, object_url
-from megatron_ckpt_ext.compat.nvrx import AsyncRequest, FileSystemWriterAsync, has_shared_buffers, results_through
+from megatron_ckpt_ext.compat.nvrx import (
+    AsyncRequest,
+    FileSystemWriterAsync,
+    follows_memory,
+    has_shared_buffers,
+    results_through,
+    save_function,
+)
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.layout import Item
@@ -60,6 +68,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             after a failed save: such a save is planned together.
         thread_count: files that each rank writes.
         preprocess_common: leaves out what may differ between ranks before the common state is compared.
+        common_beside: the common state of the next save, where Megatron keeps it out of the sharded state dict.
     """
 
     thread_count: int
@@ -106,7 +115,9 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         self._results_in_answer = results_in_answer
         self._common_check = CommonStateCheck()
         self._last_plan: _LastPlan | None = None
+        self._has_warned = False
         self.preprocess_common: Callable[[Any], Any] | None = None
+        self.common_beside: Any | None = None
 
     def handles(self, async_strategy: str) -> bool:
         """Whether an asynchronous save with this strategy name goes our way. Equal on all ranks."""
@@ -149,7 +160,7 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
     def _plan(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> PlanResult:
         holdings = Holdings.of(sharded_state_dict)
         known = self._last_plan if self._last_plan is not None and self._last_plan.holdings == holdings else None
-        if self.cpu_shm_mode and not has_shared_buffers():
+        if uses_shared_memory(self) and not has_shared_buffers():
             check_room(SHARED_MEMORY, bytes_to_write(sharded_state_dict))
         state_dict = to_pyt_state_dict(sharded_state_dict, keep_only_main_replica=self.keep_only_main_replica)
         with results_through(queue.SimpleQueue()) if self._results_in_answer else contextlib.nullcontext():
@@ -167,11 +178,12 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
         return result
 
     def _common_state(self, sharded_state_dict: dict[str, Any]) -> CommonState | None:
-        """What Megatron 0.19 stores as one object, the same on every rank; written by rank 0 only."""
+        """What is the same on every rank and written by rank 0 only: one object, or ``common.pt`` before 0.19."""
         entry = sharded_state_dict.get(COMMON_STATE)
-        if entry is None:
+        data, self.common_beside = self.common_beside if entry is None else entry.data, None
+        if data is None:
             return None
-        return self._common_check.of(self.preprocess_common(entry.data) if self.preprocess_common else entry.data)
+        return self._common_check.of(self.preprocess_common(data) if self.preprocess_common else data)
 
     def _writer(self, checkpoint_dir: Path | str) -> Any:
         if self.separation_hint is not None and self.thread_count <= 1:
@@ -182,14 +194,27 @@ class PreparedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] 
             separation_hint=self.separation_hint,
             thread_count=self.thread_count,
             use_msc=url is not None,
-            use_cached_data_structure=self.use_cached_ckpt_structure,
-            use_cpu_shm_for_gpu_tensors=self.cpu_shm_mode,
+            use_cached_data_structure=self._caches(),
+            use_cpu_shm_for_gpu_tensors=uses_shared_memory(self),
         )
 
+    def _caches(self) -> bool:
+        """Whether the writer may keep the tensors that it has, as a constant structure allows."""
+        if not self.use_cached_ckpt_structure or uses_shared_memory(self) or follows_memory():
+            return bool(self.use_cached_ckpt_structure)
+        if not self._has_warned and dist.get_rank(self._process_group) == 0:
+            logger.warning(
+                "--ckpt-assume-constant-structure: the writer gets every tensor in each save, since this NVRx does not "
+                "notice that a tensor has moved: install nvidia-resiliency-ext 0.7, or use --async-ckpt-use-cpu-shm."
+            )
+        self._has_warned = True
+        return False
+
     def _request(self, result: PlanResult, common: CommonState | None) -> AsyncRequest:
-        function, preload, arguments = None, None, []
+        function, preload = None, None
+        arguments: list[Any] = []
         if result.storage_writer is not None:
-            function, preload, arguments = result.storage_writer.get_save_function_and_args()
+            function, preload, arguments = save_function(result.storage_writer)
         commit = SaveCommit(
             *result,
             fingerprint=self._current_fingerprint(),
