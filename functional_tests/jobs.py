@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import yaml
+from packaging.version import Version
 
 from megatron_ckpt_ext.collectives import CollectiveSums
 from megatron_ckpt_ext.events import Event, Phase, read_events
@@ -24,9 +26,12 @@ __all__ = [
     "JobFailedError",
     "Launch",
     "SaveCost",
+    "megatron_version",
     "on_this_machine",
     "run_job",
     "save_costs",
+    "training_script",
+    "unknown_flags",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,14 +139,14 @@ def run_job(
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(sitecustomize)
         path.insert(0, str(folder / "site"))
-    if without:
-        recipe = _shortened(recipe, without, folder / "recipe.yaml")
+    if dropped := {*without, *unknown_flags()}:
+        recipe = _shortened(recipe, dropped, folder / "recipe.yaml")
     words = [*(["--cpu"] if emulated else []), "--recipe", str(recipe), str(script), *arguments]
     variables = {
         "OUTPUT": str(output),
         "PYTHONPATH": os.pathsep.join(path),
         "STATE_DUMP_FOLDER": str(folder / "dump"),
-        "STATE_DUMP_SCRIPT": str(ROOT / "recipes" / "pretrain_gpt.py"),
+        "STATE_DUMP_SCRIPT": str(training_script()),
         "STATE_DUMP_STOCK": "1" if stock else "",
     }
     job = Job(name=name, folder=folder)
@@ -152,6 +157,23 @@ def run_job(
             f"job {name} ended with exit code {code}, not {exit_code}; the end of its log:\n{job.log[-4000:]}"
         )
     return job
+
+
+def training_script() -> Path:
+    """Return the script that trains with the installed Megatron."""
+    if megatron_version() < Version("0.19"):
+        return ROOT / "functional_tests" / "pretrain_gpt_before_0_19.py"
+    return ROOT / "recipes" / "pretrain_gpt.py"
+
+
+def unknown_flags() -> tuple[str, ...]:
+    """Return flags of the recipes for the CPU that the installed Megatron does not have."""
+    return ("--async-ckpt-use-cpu-shm",) if megatron_version() < Version("0.18") else ()
+
+
+def megatron_version() -> Version:
+    """Return the installed version of megatron-core."""
+    return Version(version("megatron-core"))
 
 
 def _shortened(recipe: Path, without: Collection[str], target: Path) -> Path:

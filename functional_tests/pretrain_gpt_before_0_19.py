@@ -1,6 +1,6 @@
-"""``recipes/pretrain_gpt.py`` for megatron-core before 0.19, whose ``pretrain`` is given a function that builds the model.
+"""``recipes/pretrain_gpt.py`` for megatron-core before 0.19, whose ``pretrain`` takes a function that builds the model.
 
-0.17 is given everything and parses the arguments itself; since 0.18 the script does, and passes a configuration.
+0.17 parses the arguments itself; since 0.18 the script does, and passes a configuration.
 """
 
 import sys
@@ -8,14 +8,15 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.enums import ModelType  # noqa: E402  (needs the path set above)
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.training import get_args, pretrain  # noqa: E402
-from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
-from pretrain_gpt import datasets, forward_step  # noqa: E402
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.training import get_args, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+
+from recipes.pretrain_gpt import datasets, forward_step
 
 DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 

@@ -7,7 +7,8 @@ from typing import Protocol
 import yaml
 from cases import CPU_ARGUMENTS, Case
 from compare import differences_from_dcp, differences_of_checkpoints
-from jobs import ROOT, SAVING, STATE_DUMP, Job
+from jobs import ROOT, SAVING, STATE_DUMP, Job, megatron_version, unknown_flags
+from packaging.version import Version
 from shard_dump import differences_from_memory
 
 from megatron_ckpt_ext.cli.recipe import read_recipe
@@ -30,6 +31,8 @@ class Trainer(Protocol):
     def recorded(self, folder: Path) -> tuple[str, ...]:
         """Return the arguments with which a job keeps in its folder what it does."""
 
+    own_collectives: Mapping[str, int]
+    """What it adds to every save itself."""
     not_in_reference: tuple[str, ...]
     """Flags of the case that a reference leaves out."""
 
@@ -55,15 +58,22 @@ class Megatron:
 
     def __init__(self, *, fsdp: bool) -> None:
         self._compare = differences_from_memory if fsdp else differences_from_dcp
-        self.machine = read_recipe(CPU_ARGUMENTS, resume=False, environment={}).arguments
+        # "Wait so everyone is done (not necessary)", says Megatron before 0.19 at the end of a save.
+        self.own_collectives: Mapping[str, int] = {"barrier": 1} if megatron_version() < Version("0.19") else {}
+        words = read_recipe(CPU_ARGUMENTS, resume=False, environment={}).arguments
+        self.machine = tuple(word for word in words if word not in unknown_flags())
 
     def recorded(self, folder: Path) -> tuple[str, ...]:
         """Return where the events go; ``state_dump`` keeps the rest."""
         return ("--ckpt-events", str(folder / "events"))
 
     def reference_words(self, folder: Path, start: Path | None) -> tuple[str, ...]:
-        """Save nothing: stock saves of ``fsdp_dtensor`` never return on these ranks."""
-        return () if start is None else ("--load", str(start))
+        """Save nothing: stock saves of ``fsdp_dtensor`` never return on these ranks.
+
+        Where nothing is resumed, --load names an empty folder, as in the jobs of the cases: before 0.19 Megatron-FSDP
+        trains differently with it.
+        """
+        return ("--load", str(start or folder / "nothing"))
 
     def losses(self, job: Job) -> Mapping[int, object]:
         """Return what the last rank kept."""
@@ -83,6 +93,7 @@ class Fsdp2:
 
     script = ROOT / "recipes" / "fsdp2_trainer.py"
     emulated = stock = False
+    own_collectives: Mapping[str, int] = {}
     machine: tuple[str, ...] = ()
     not_in_reference: tuple[str, ...] = ("--ckpt.async-save", "--ckpt.keep-last")
 
