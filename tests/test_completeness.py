@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from workload import COMMON
 
 from megatron_ckpt_ext import verify_checkpoint
 
@@ -50,7 +51,7 @@ def test_checkpoints_of_our_strategy_are_complete(made: Path) -> None:
         assert (report.problems, report.complete, report.reason) == ((), True, "")
         assert (report.kind, report.files) == ("torch_dist", RANKS)
         # Two sharded and two replicated tensors, two objects of each rank or replicated, and the common state.
-        assert report.items == 2 * RANKS + 2 + RANKS + 1 + 1
+        assert report.items == 2 * RANKS + 2 + RANKS + 1 + len(COMMON)
         data = [file.stat().st_size for file in (made / f"step_{step}").glob("*.distcp")]
         assert report.bytes == sum(data)
 
@@ -91,8 +92,9 @@ def test_what_else_lies_in_the_directory_does_not_matter(megatron: Path) -> None
 
 def test_a_checkpoint_before_megatron_0_19_has_its_common_state_in_a_file(megatron: Path) -> None:
     with edited(megatron) as metadata:
-        del metadata.state_dict_metadata["common_state/shard_0_1"]
-        del metadata.storage_data[MetadataIndex("common_state/shard_0_1")]
+        metadata.state_dict_metadata.pop("common_state/shard_0_1", None)
+        metadata.storage_data.pop(MetadataIndex("common_state/shard_0_1"), None)
+    (megatron / "common.pt").unlink(missing_ok=True)
     assert_problem(megatron, r"common\.pt, needed since .* 'common_state', cannot be read: No such file or directory")
 
     torch.save({"iteration": 7}, megatron / "common.pt")

@@ -224,7 +224,7 @@ def refused_on_rank(nvrx: str) -> str:
 @pytest.mark.parametrize(
     ("nvrx", "reason"),
     [
-        ("0.6.0", "nvidia-resiliency-ext 0.6.0 is installed, 0.7 or later, below 0.8, is needed"),
+        ("0.5.0", "nvidia-resiliency-ext 0.5.0 is installed, 0.6 or later is needed"),
         ("0.7.0", "no writer process was started"),
     ],
 )

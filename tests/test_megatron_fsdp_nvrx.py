@@ -1,11 +1,11 @@
-"""Jobs of Megatron-FSDP with an NVRx that is too old, or that cannot be imported, as the machine tells it."""
+"""Jobs of Megatron-FSDP with an NVRx that lacks what is needed, or that cannot be imported, as the machine tells it."""
 
 from pathlib import Path
 
 import pytest
 from jobs import FSDP_RECIPE, JobFailedError
 from megatron_fsdp_jobs import nvrx_of, run_fsdp_job
-from nvrx_stand_ins import WITH_BROKEN_NVRX, nvrx_of_version
+from nvrx_stand_ins import NVRX_THAT_HAS_MOVED, WITH_BROKEN_NVRX, nvrx_of_version
 
 from megatron_ckpt_ext import latest_complete_step
 from megatron_ckpt_ext.events import Phase
@@ -19,8 +19,8 @@ FALLBACK = "Checkpoints are saved synchronously, though asynchronous saves were 
     ("machine", "reason"),
     [
         (
-            nvrx_of_version("0.6.0"),
-            "nvidia-resiliency-ext 0.6.0 is installed, 0.7 or later, below 0.8, is needed",
+            NVRX_THAT_HAS_MOVED,
+            "nvidia-resiliency-ext has no FileSystemWriterAsync.register_shm_drain_callback",
         ),
         (
             WITH_BROKEN_NVRX,
@@ -28,7 +28,7 @@ FALLBACK = "Checkpoints are saved synchronously, though asynchronous saves were 
             "No module named 'nvidia_resiliency_ext.checkpointing'; 'nvidia_resiliency_ext' is not a package)",
         ),
     ],
-    ids=["too_old", "cannot_be_imported"],
+    ids=["has_moved", "cannot_be_imported"],
 )
 def test_a_job_saves_synchronously_and_says_why(tmp_path: Path, machine: str, reason: str) -> None:
     job = run_fsdp_job("job", ("--exit-interval", "4"), output=tmp_path, sitecustomize=machine)

@@ -7,11 +7,15 @@ import importlib.util
 import inspect
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from megatron.training import checkpointing, training
+from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+from ranks import RankPool
+from workload import Job, heard, state
 
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
 from megatron_ckpt_ext.commit.queue import DEFAULT_TIMEOUT
@@ -199,3 +203,50 @@ def test_an_nvrx_without_an_argument_is_not_used(monkeypatch: pytest.MonkeyPatch
 )
 def test_only_an_nvrx_that_megatron_refuses_is_refused_by_its_version(version: str | None, reason: str | None) -> None:
     assert unsupported_nvrx(version) == reason
+
+
+def caching_on_rank(follows: bool, shared: bool) -> tuple[list[bool], list[str]]:
+    """Whether a constant structure lets the writer keep tensors, asked twice, and the warnings."""
+    with pytest.MonkeyPatch.context() as patch, heard() as warnings:
+        if follows:
+            patch.setattr(filesystem_async, "_compute_tensor_data_ptrs", None, raising=False)
+        else:
+            patch.delattr(filesystem_async, "_compute_tensor_data_ptrs", raising=False)
+        strategy = PreparedSaveStrategy(ckpt_metadata_create_path="file")
+        strategy.use_cached_ckpt_structure, strategy.cpu_shm_mode = True, shared
+        found = [strategy._caches(), strategy._caches()]
+    return found, warnings
+
+
+@pytest.mark.parametrize(
+    ("follows", "shared", "caches"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_an_nvrx_that_does_not_notice_moved_tensors_caches_none_of_the_gpu(
+    ranks: RankPool, follows: bool, shared: bool, caches: bool
+) -> None:
+    first, second = ranks.run(caching_on_rank, follows, shared)
+
+    assert first[0] == second[0] == [caches, caches]
+    assert len(first[1]) == (0 if caches else 1) and second[1] == []
+    assert caches or "the writer gets every tensor in each save" in first[1][0]
+
+
+def sent_on_rank(directory: str, follows: bool) -> bool:
+    """Whether what a request holds changes with the trainer's tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not follows:
+            patch.delattr(filesystem_async, "_compute_tensor_data_ptrs", raising=False)
+        state_dict = state(1)
+        request = Job(directory=directory, create=f"{directory}/prepared").strategy().async_save(state_dict, directory)
+        before = {bucket[1]: [each.clone() for _, each in bucket[2][1]] for bucket in request.preload_fn()}
+        for entry in state_dict["model"].values():
+            entry.data.fill_(7)
+        after = {bucket[1]: [each for _, each in bucket[2][1]] for bucket in request.preload_fn()}
+        return any(
+            not left.equal(right) for name in before for left, right in zip(before[name], after[name], strict=True)
+        )
+
+
+def test_no_nvrx_is_sent_memory_that_the_trainer_goes_on_changing(ranks: RankPool, tmp_path: Path) -> None:
+    for follows in (True, False):
+        assert ranks.run(sent_on_rank, str(tmp_path), follows) == [False, False]

@@ -23,7 +23,7 @@ from typing import Self
 from daemons import Daemon, processes_in_namespace
 from packages import install_missing
 
-__all__ = ["NODES", "SCRIPT", "Cluster", "SlurmError", "configuration", "reason_to_refuse"]
+__all__ = ["NODES", "SCRIPT", "Cluster", "JobState", "SlurmError", "configuration", "reason_to_refuse"]
 
 NODES = ("node1", "node2")
 SCRIPT = Path(__file__).resolve().parent / "train.sbatch"
@@ -101,13 +101,16 @@ PartitionName=both Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 """
 
 
-def reason_to_refuse(*, processes: Sequence[str], environment: Mapping[str, str], configured: Sequence[Path]) -> str:
+def reason_to_refuse(
+    *, processes: Sequence[str], environment: Mapping[str, str], configured: Sequence[Path], is_root: bool
+) -> str:
     """Say why no Slurm may be started here, or nothing: one that is there is not to be touched.
 
     Args:
         processes: names of all that run.
         environment: of this process.
         configured: configuration files that exist.
+        is_root: whether this process may make mount namespaces.
     """
     running = sorted(set(processes) & set(CLUSTER_DAEMONS))
     if running:
@@ -120,7 +123,7 @@ def reason_to_refuse(*, processes: Sequence[str], environment: Mapping[str, str]
         return (
             "this is a shell of a Slurm cluster (SLURM_CONF or SLURM_JOB_ID is set): submit train.sbatch there instead"
         )
-    if os.geteuid() != 0:
+    if not is_root:
         return "a two-node Slurm on one machine needs root, for mount namespaces: run this as root"
     return ""
 
@@ -139,7 +142,9 @@ class Cluster:
             SlurmError: there is a Slurm here already, or one cannot be started.
         """
         configured = [path for path in CONFIGURATIONS if path.exists()]
-        refusal = reason_to_refuse(processes=_names(), environment=os.environ, configured=configured)
+        refusal = reason_to_refuse(
+            processes=_names(), environment=os.environ, configured=configured, is_root=os.geteuid() == 0
+        )
         if refusal:
             raise SlurmError(f"{refusal}.")
         install_missing()
@@ -214,6 +219,10 @@ class Cluster:
         """
         self._ask("scancel", job)
         self._wait(lambda: self.state(job).has_ended, STOP_DEADLINE, f"job {job} did not end")
+
+    def jobs(self) -> list[str]:
+        """Return the jobs that have not ended."""
+        return self._ask("squeue", "--noheader", "--format=%A").split()
 
     def requeue(self, job: str) -> None:
         """Let a running job start anew."""

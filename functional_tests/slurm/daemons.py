@@ -29,6 +29,11 @@ class Daemon:
                 stderr=subprocess.STDOUT,
             )
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     def own_namespace(self, seconds: float) -> str:
         """Wait until it is in a mount namespace of its own, and return which.
 
