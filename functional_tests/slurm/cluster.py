@@ -225,8 +225,14 @@ class Cluster:
         return self._ask("squeue", "--noheader", "--format=%A").split()
 
     def requeue(self, job: str) -> None:
-        """Let a running job start anew."""
+        """Let a running job start anew, and at once: Slurm would wait two minutes.
+
+        Raises:
+            SlurmError: it did not stop.
+        """
         self._ask("scontrol", "requeue", job)
+        self._wait(lambda: self.state(job).name == "PENDING", STOP_DEADLINE, f"job {job} did not stop")
+        self._ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def processes(self) -> list[int]:
         """Return every process that runs on a node."""
@@ -234,15 +240,20 @@ class Cluster:
 
     def close(self) -> None:
         """Cancel jobs, stop the daemons and whatever runs on the nodes, and remove the folder. Safe to call twice."""
-        with contextlib.suppress(SlurmError):
-            self._ask("scancel", "--partition=both")
-            self._wait(lambda: not self._ask("squeue", "--noheader"), STOP_DEADLINE, "a job did not end")
+        if self._daemons:
+            self._end_jobs()
         while self._daemons:
             self._daemons.pop().stop(STOP_DEADLINE)
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_jobs(self) -> None:
+        """Cancel every job; one that does not end is killed with its node."""
+        with contextlib.suppress(SlurmError):
+            self._ask("scancel", "--partition=both")
+            self._wait(lambda: not self._ask("squeue", "--noheader"), STOP_DEADLINE, "a job did not end")
 
     def _start(self) -> None:
         folder = self._folder
