@@ -250,3 +250,25 @@ def sent_on_rank(directory: str, follows: bool) -> bool:
 def test_no_nvrx_is_sent_memory_that_the_trainer_goes_on_changing(ranks: RankPool, tmp_path: Path) -> None:
     for follows in (True, False):
         assert ranks.run(sent_on_rank, str(tmp_path), follows) == [False, False]
+
+
+def test_a_megatron_whose_fsdp_dtensor_has_moved_saves_that_format_stock_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", moved_save_checkpoint)
+    args = Namespace(ckpt_format="fsdp_dtensor", async_save=True, save="somewhere", yaml_cfg=None)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+
+    installation = Installation()
+    try:
+        assert "megatron.training.checkpointing.get_save_and_finalize_callbacks" not in installation.hooks
+        assert "megatron.training.checkpointing.TorchDistSaveShardedStrategy" in installation.hooks
+        with caplog.at_level("WARNING", megatron_lm.__name__):
+            installation._starting(lambda: None)()
+        assert installation.session is None
+        (warning,) = caplog.messages
+        assert "saves are stock: megatron-core" in warning and "has no state (checkpointing." in warning
+        args.ckpt_format = "torch_dist"
+        assert installation._stock_reason(args) is None
+    finally:
+        installation.close()

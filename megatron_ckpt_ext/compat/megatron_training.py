@@ -4,16 +4,18 @@ Symbols decide, and not versions: a release that has not been seen yet works if 
 ``tests/test_compat_training.py`` notices when something moves.
 """
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from packaging.version import InvalidVersion, Version
 
-from megatron_ckpt_ext.compat.megatron_sites import SITES, find_sites
+from megatron_ckpt_ext.compat.megatron_sites import FSDP_SITES, SITES, Site, find_sites
 
 __all__ = [
     "nvrx_version",
     "unfinalized_saves",
+    "unsupported_fsdp",
     "unsupported_megatron",
     "unsupported_nvrx",
     "unsupported_reason",
@@ -30,12 +32,12 @@ def unsupported_reason() -> str | None:
 
 def unsupported_megatron() -> str | None:
     """Say why the importable Megatron is not supported, whatever there is of NVRx; or ``None``. Imports it."""
-    import megatron.core
+    return _without(SITES)
 
-    _, missing = find_sites(SITES)
-    if not missing:
-        return None
-    return f"megatron-core {megatron.core.__version__} is installed, and has no {', no '.join(missing)}"
+
+def unsupported_fsdp() -> str | None:
+    """Say why ``fsdp_dtensor`` of the importable Megatron is not supported, or ``None``. Imports it."""
+    return _without(FSDP_SITES)
 
 
 def unsupported_nvrx(found: str | None) -> str | None:
@@ -67,3 +69,12 @@ def nvrx_version() -> str | None:
         return version("nvidia-resiliency-ext")
     except PackageNotFoundError:
         return None
+
+
+def _without(known: Mapping[str, tuple[tuple[Site, ...], ...]]) -> str | None:
+    import megatron.core
+
+    _, missing = find_sites(known)
+    if not missing:
+        return None
+    return f"megatron-core {megatron.core.__version__} is installed, and has no {', no '.join(missing)}"

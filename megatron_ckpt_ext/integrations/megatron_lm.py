@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt_ext.arguments.flags import FLAGS, add_ckpt_ext_args
 from megatron_ckpt_ext.compat.megatron_sites import SITES, find_sites
-from megatron_ckpt_ext.compat.megatron_training import unfinalized_saves, unsupported_megatron, unsupported_reason
+from megatron_ckpt_ext.compat.megatron_training import (
+    unfinalized_saves,
+    unsupported_fsdp,
+    unsupported_megatron,
+    unsupported_reason,
+)
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import set_defaults
@@ -112,6 +117,10 @@ class Installation:
         yield self._sites["save"].replaced(lambda _stock: observed)
         yield from fsdp_hooks(lambda: None if self.session is None else self.session.fsdp)
 
+    def _stock_reason(self, args: Namespace) -> str | None:
+        """Why the saves of a job are stock; without NVRx those of ``fsdp_dtensor`` are not."""
+        return unsupported_fsdp() if getattr(args, "ckpt_format", None) == "fsdp_dtensor" else self.unsupported
+
     def _saves(self) -> bool:
         """Whether saves of the running job are ours."""
         return self.session is not None and self.session.saves
@@ -131,7 +140,7 @@ class Installation:
         @wraps(stock)
         def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
             # Before Megatron's own validation: that clears async_save where the persistent worker is missing.
-            if self.unsupported is None or getattr(args, "ckpt_format", None) == "fsdp_dtensor":
+            if self._stock_reason(args) is None:
                 self.check(args)
             result = stock(args, *rest, **options)
             if self._config.saves_dtensors and not (mode := installed_mode()).asynchronous:
@@ -146,8 +155,8 @@ class Installation:
             from megatron.training import get_args
 
             result = stock(*args, **options)
-            if self.unsupported and self._config.ckpt_format != "fsdp_dtensor":
-                _warn_of_stock_saves(self.unsupported)
+            if reason := self._stock_reason(get_args()):
+                _warn_of_stock_saves(reason)
                 return result
             if getattr(get_args(), "yaml_cfg", None) is not None:
                 _refuse_lost_flags()
