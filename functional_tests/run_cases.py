@@ -105,6 +105,8 @@ def main() -> int:
         known = ", ".join(case.name for case in cases_in_scope())
         print(f"There is no case {' '.join(sorted(unknown))} in scope {options.scope}: {known}.", file=sys.stderr)
         return 2
+    if options.keep and options.keep.exists():
+        parser.error(f"{options.keep} is there already: name a folder that is not")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the cluster is closed
     try:
         return run(cases, options)

@@ -279,7 +279,10 @@ class Cluster:
                 f'mount --bind "{folder / node}" "{self.local}" && exec slurmd -D -N {node} -f "{folder}/slurm.conf"'
             )
             daemon = self._run("unshare", "--mount", "sh", "-c", mount)
-            self._namespaces.add(daemon.own_namespace(START_DEADLINE))
+            namespace = daemon.own_namespace(START_DEADLINE)
+            if namespace is None:
+                raise SlurmError(f"{node} got no mount namespace: {self._last_words()}")
+            self._namespaces.add(namespace)
         self._wait(self._is_idle, START_DEADLINE, "the nodes did not become idle")
 
     def _run(self, *command: str) -> Daemon:

@@ -34,19 +34,15 @@ class Daemon:
         """Of its process."""
         return self._process.pid
 
-    def own_namespace(self, seconds: float) -> str:
-        """Wait until it is in a mount namespace of its own, and return which.
-
-        Raises:
-            TimeoutError: it is not, after this many seconds.
-        """
+    def own_namespace(self, seconds: float) -> str | None:
+        """Wait until it is in a mount namespace of its own, and return which; ``None`` if it is not in time."""
         ours, deadline = os.readlink("/proc/self/ns/mnt"), time.monotonic() + seconds
         while time.monotonic() < deadline and self._process.poll() is None:
             namespace = os.readlink(f"/proc/{self._process.pid}/ns/mnt")
             if namespace != ours:
                 return namespace
             time.sleep(0.01)
-        raise TimeoutError(f"{self._process.args!r} has no mount namespace of its own")
+        return None
 
     def stop(self, seconds: float) -> None:
         """Ask it to end, and kill it after this many seconds."""
