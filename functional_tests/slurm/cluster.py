@@ -30,6 +30,8 @@ SCRIPT = Path(__file__).resolve().parent / "train.sbatch"
 START_DEADLINE = 30.0
 STOP_DEADLINE = 15.0
 POLL = 0.25
+CONF = "SLURM_CONF"
+"""Variable that tells Slurm's clients which cluster they are to ask."""
 CLUSTER_DAEMONS = ("slurmctld", "slurmd", "slurmdbd")
 CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/etc/slurm-llnl/slurm.conf"))
 
@@ -151,7 +153,7 @@ class Cluster:
         self._folder = Path(tempfile.mkdtemp(prefix="two-node-slurm-"))
         self.local = self._folder / "local"
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        self._environment["SLURM_CONF"] = str(self._folder / "slurm.conf")
+        self._environment[CONF] = str(self._folder / "slurm.conf")
         self._daemons: list[Daemon] = []
         self._namespaces: set[str] = set()
         with ExitStack() as stack:
@@ -314,7 +316,7 @@ class Cluster:
         try:
             done = subprocess.run(
                 command,
-                env={**(environment or {}), **self._environment} if environment else self._environment,
+                env={**self._environment, **(environment or {}), CONF: self._environment[CONF]},
                 capture_output=True,
                 text=True,
                 timeout=START_DEADLINE,
