@@ -75,15 +75,31 @@ def differences_from_dcp(checkpoint: Path, dump: Path, step: int, *, ranks: int 
         The number of items that were compared, and the names of those that differ.
     """
     loaded = load_with_dcp(checkpoint)
+    common = _common(checkpoint, loaded)
     compared, different = 0, []
     for rank in range(ranks):
         for name, item in _dump(dump, step, rank).items():
-            if item["kind"] == "common":
-                continue
             compared += 1
-            if not equal(item["data"], _from_checkpoint(loaded, item)):
+            found = _at(common, name) if item["kind"] == "common" else _from_checkpoint(loaded, item)
+            if not equal(item["data"], found):
                 different.append(name)
     return compared, different
+
+
+def _common(checkpoint: Path, loaded: dict[str, Any]) -> Any:
+    """What is not sharded: an item since megatron-core 0.19, a file of its own before."""
+    item = next((value for name, value in loaded.items() if name.startswith("common_state")), None)
+    return torch.load(checkpoint / "common.pt", weights_only=False) if item is None else item[0]
+
+
+def _at(common: Any, path: str) -> Any:
+    """Follow ``/key/key``; Megatron may have made a dictionary of a list."""
+    for key in path.split("/")[1:]:
+        known = common if isinstance(common, dict) else dict(enumerate(common))
+        common = next((value for name, value in known.items() if str(name) == key), None)
+        if common is None:
+            return None
+    return common
 
 
 def _dump(folder: Path, step: int, rank: int) -> dict[str, dict[str, Any]]:

@@ -52,7 +52,8 @@ class Evidence:
         yield self.newest()
         if self.life.killed_in is not None:
             yield self.killed(self.life.killed_in)
-        yield self.files()
+        if self.life.killed_in is None:
+            yield self.files()
         yield self.processes()
         if self.case.node_local:
             yield self.prepared_on_every_node()
@@ -61,11 +62,11 @@ class Evidence:
         """Compare with the reference, from the step behind the one that it resumed from."""
         found, expected = self.trainer.losses(self.job), self.trainer.losses(self.reference)
         wrong = [step for step, loss in found.items() if expected.get(step) != loss]
-        begins = min(found, default=None)
+        steps = range(self.life.resumes + 1, max(self.life.saves) + 1)
         return Check(
-            claim=f"losses from step {self.life.resumes + 1} on equal the reference's",
-            holds=not wrong and begins == self.life.resumes + 1,
-            found=f"{len(found) - len(wrong)} of {len(found)} from step {begins} on",
+            claim=f"losses of steps {steps[0]} to {steps[-1]} equal the reference's",
+            holds=not wrong and min(found, default=None) == steps[0] and found.keys() >= set(steps),
+            found=f"{len(found) - len(wrong)} of {len(found)} from step {min(found, default=None)} on",
         )
 
     def content(self, step: int) -> Iterator[Check]:
@@ -89,7 +90,7 @@ class Evidence:
         expected = dict(Counter(self.case.collectives[kind]) + Counter(own))
         return Check(
             claim=f"step {step} costs what {kind} may cost: {expected or 'no collective'} and polls",
-            holds=counts == expected,
+            holds=counts == expected and polls > 0,  # without a poll nobody was looking
             found=f"{counts or 'no collective'} and {polls} polls",
         )
 
@@ -101,12 +102,11 @@ class Evidence:
             for word, phase in SAID.items()
             if kind.startswith(word)
         }
-        found = {
-            (event.step, event.phase) for event in self.job.events if event.phase in SAID.values() and event.reason
-        }
+        said = [event for event in self.job.events if event.phase in SAID.values()]
+        found = {(event.step, event.phase) for event in said}
         return Check(
             claim="rebuilds and fallbacks are those expected, and the events say why",
-            holds=found == expected,
+            holds=found == expected and all(event.reason for event in said),
             found=f"{sorted((step, str(phase)) for step, phase in found) or 'none'}",
         )
 
@@ -126,14 +126,14 @@ class Evidence:
         )
 
     def files(self) -> Check:
-        """Look for temporary files; those of a job that was killed are the next one's to clean."""
+        """Look for temporary files; after a kill that is for the next job, which cleans them."""
         folders = (self.place.output, self.place.local, *self.place.behind_local)
         found = [*self.directory.rglob("*.tmp"), *(path for folder in folders for path in folder.glob("*.tmp"))]
         expected = LEFT_BY_KILLS if any(life.killed_in for life in self.case.lives) else LEFT_BY_TORCH
         found += [path for path in self.place.temporary.iterdir() if not expected.fullmatch(path.name)]
         return Check(
             claim="no temporary file is left",
-            holds=not found or self.life.killed_in is not None,
+            holds=not found,
             found=f"{[path.name for path in found] or 'none'}",
         )
 

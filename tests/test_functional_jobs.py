@@ -70,14 +70,14 @@ def test_one_wrong_loss_is_found(good: Evidence) -> None:
     file = good.job.folder / "losses"
     file.write_text(file.read_text().replace(float(25).hex(), float(26).hex()))
 
-    assert failed(good) == ["losses from step 11 on equal the reference's"]
+    assert failed(good) == ["losses of steps 11 to 30 equal the reference's"]
 
 
 def test_a_job_that_started_from_nothing_has_not_resumed(good: Evidence) -> None:
     file = good.job.folder / "losses"
     file.write_text(f"1 {(1.0).hex()} 0.1\n" + file.read_text())
 
-    assert failed(good) == ["losses from step 11 on equal the reference's"]
+    assert failed(good) == ["losses of steps 11 to 30 equal the reference's"]
 
 
 def test_other_content_is_found(good: Evidence) -> None:

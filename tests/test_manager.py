@@ -437,7 +437,8 @@ def test_buffers_are_allocated_once_and_nothing_is_left(ranks: RankPool, tmp_pat
         assert found["freed"] == first
         left = found["left"]
         assert left["memory"] < LITTLE
-        assert (left["descriptors"], left["threads"], left["shared"]) == (0, 0, [])
+        # What earlier tests left in the process may go meanwhile.
+        assert left["descriptors"] <= 0 and left["threads"] <= 0 and left["shared"] == []
     assert steps_in(tmp_path) == ["step_9"]
 
 

@@ -20,7 +20,7 @@ from workload import Job, heard, state
 from megatron_ckpt_ext.arguments import add_ckpt_ext_args
 from megatron_ckpt_ext.commit.queue import DEFAULT_TIMEOUT
 from megatron_ckpt_ext.compat import mcore, nvrx
-from megatron_ckpt_ext.compat.megatron_sites import FSDP_SITES, SITES, find_sites
+from megatron_ckpt_ext.compat.megatron_sites import FSDP_SITES, SITES, Site, find_sites
 from megatron_ckpt_ext.compat.megatron_training import unsupported_megatron, unsupported_nvrx
 from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.integrations import megatron_lm
@@ -272,3 +272,22 @@ def test_a_megatron_whose_fsdp_dtensor_has_moved_saves_that_format_stock_and_say
         assert installation._stock_reason(args) is None
     finally:
         installation.close()
+
+
+def test_a_module_that_is_gone_is_a_place_that_is_not_there() -> None:
+    assert not Site("no_such_module", "name", "user").is_there()
+    assert not Site("arguments", "add_megatron_arguments", "no_such_user").is_there()
+
+
+def test_without_a_place_for_flags_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.training import arguments
+
+    monkeypatch.delattr(arguments, "add_megatron_arguments")
+    with caplog.at_level("WARNING", megatron_lm.__name__):
+        installation = megatron_lm.install()
+    installation.close()
+
+    assert installation.hooks == ()
+    assert len(caplog.messages) == 1 and "has no flags (arguments.add_megatron_arguments" in caplog.messages[0]

@@ -147,7 +147,8 @@ def test_a_container_is_srun_arguments_and_only_with_an_image(tmp_path: Path) ->
 
     for call in with_image:
         at = call.index("--container-image=/images/a b.sqsh")
-        assert call[at : at + 5] == [call[at], "--container-mounts=/a:/b", "--x", "--y=1", "bash"]
+        mounts = f"--container-mounts={tmp_path}:{tmp_path},/a:/b"
+        assert call[at : at + 5] == [call[at], mounts, "--x", "--y=1", "bash"]
 
 
 def test_without_gpus_the_ranks_are_named_and_the_port_may_be(tmp_path: Path) -> None:
@@ -247,6 +248,7 @@ def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "failures").write_text("0")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr("packages.PAUSE", 0.0)
+    monkeypatch.setattr("packages.INIT", tmp_path / "init")
     return tmp_path
 
 
@@ -278,6 +280,14 @@ def test_only_what_is_missing_is_installed(apt: Path) -> None:
     stand_in(apt / "bin" / "munged", "")
     (apt / "calls").unlink()
     install_missing()
+    assert not (apt / "calls").exists()
+
+
+def test_where_an_init_system_would_start_services_nothing_is_installed(apt: Path) -> None:
+    (apt / "init").mkdir()
+
+    with pytest.raises(PackagesError, match="would start their services here"):
+        install_missing()
     assert not (apt / "calls").exists()
 
 

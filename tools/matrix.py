@@ -8,6 +8,7 @@ import argparse
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ OFF = {"0.17.1": "no shared memory for the writer", "0.18.2": "", "0.19.2": ""}
 OFF_NVRX = {"0.6.0": "nothing cached for the GPU", "0.7.0": ""}
 VERSIONS_PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- made by make matrix -->\n", "<!-- end -->"
+INSTALLED = "from importlib.metadata import version as v; print(v('megatron-core'), v('nvidia-resiliency-ext'))"
 INSTALL_DEADLINE, TEST_DEADLINE = 600.0, 1500.0
 
 
@@ -94,7 +96,10 @@ def try_pair(megatron: str, nvrx: str, overlays: Path, only: str | None) -> Resu
     """Run tests and cases with one pair."""
     folders = [install("megatron-core", megatron, overlays), install("nvidia-resiliency-ext", nvrx, overlays)]
     path = os.pathsep.join(map(str, (*folders, ROOT)))
-    environment = {**os.environ, "PYTHONPATH": path, "MATRIX_PAIR": f"{megatron} {nvrx}"}
+    environment = {**os.environ, "PYTHONPATH": path}
+    found = _run([sys.executable, "-c", INSTALLED], environment, INSTALL_DEADLINE).stdout.split()
+    if found != [megatron, nvrx]:
+        raise InstallError(f"{megatron} and {nvrx} were installed, but Python finds {' and '.join(found)}")
     tests = cases = "not run"
     passed = True
     if only in (None, "tests"):
@@ -115,22 +120,24 @@ def _log(overlays: Path, name: str, text: str) -> None:
 
 
 def _run(command: Sequence[str], environment: "os._Environ[str] | dict[str, str]", seconds: float) -> "Done":
-    """Run to the end, or kill it after some seconds and say so."""
+    """Run to the end, or kill it and all that it has started after some seconds and say so."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        printed, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return Done(returncode=124, stdout=f"no end within {seconds:g} s")
-    return Done(returncode=done.returncode, stdout=done.stdout)
+    return Done(returncode=process.returncode, stdout=printed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,11 @@ STOP_DEADLINE = 15.0
 POLL = 0.25
 CONF = "SLURM_CONF"
 """Variable that tells Slurm's clients which cluster they are to ask."""
-CLUSTER_DAEMONS = ("slurmctld", "slurmd", "slurmdbd")
-CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/etc/slurm-llnl/slurm.conf"))
+CLUSTER_DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "sackd")
+CONFIGURATIONS = tuple(
+    Path(folder) / "slurm.conf"
+    for folder in ("/etc/slurm", "/etc/slurm-llnl", "/opt/slurm/etc", "/usr/local/etc", "/usr/local/slurm/etc")
+)
 
 
 class SlurmError(Exception):
@@ -246,9 +249,12 @@ class Cluster:
             self._end_jobs()
         while self._daemons:
             self._daemons.pop().stop(STOP_DEADLINE)
-        for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        deadline = time.monotonic() + STOP_DEADLINE
+        while (left := self.processes()) and time.monotonic() < deadline:  # one may have started another meanwhile
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_jobs(self) -> None:

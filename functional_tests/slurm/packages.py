@@ -4,11 +4,13 @@ import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 __all__ = ["PROGRAMS", "PackagesError", "install_missing"]
 
 PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 """Program -> package."""
+INIT = Path("/run/systemd/system")
 DEADLINE = 300.0
 PAUSE = 5.0
 
@@ -20,16 +22,21 @@ class PackagesError(Exception):
 def install_missing() -> None:
     """Install the packages of the programs that are not there, with apt-get; tries it twice.
 
-    What they install stays. Their services are not started: nothing here runs them.
+    What is installed stays. Where an init system would start the services of the packages, nothing is installed.
 
     Raises:
-        PackagesError: there is no apt-get, or it failed.
+        PackagesError: there is no apt-get, it failed, or there is an init system.
     """
     missing = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
     if not missing:
         return
     if shutil.which("apt-get") is None:
         raise PackagesError(f"{' '.join(missing)} are missing and there is no apt-get here: install them.")
+    if INIT.exists():
+        raise PackagesError(
+            f"{' '.join(missing)} are missing, and installing them would start their services here: install them "
+            "yourself, with those services masked."
+        )
     complaint = ""
     for attempt in range(2):
         if attempt:

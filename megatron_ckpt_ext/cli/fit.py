@@ -104,6 +104,6 @@ def save_refusal(words: Sequence[str]) -> str | None:
     if directory == "":
         return "--save has no directory behind it, so nothing would be saved: name one, or leave --save out."
     asked = next((flag for flag in NEED_A_DIRECTORY if has_flag(words, flag)), None)
-    if directory is None and asked and is_megatrons(words):
+    if directory is None and asked and is_megatrons(words) and not has_flag(words, "--skip-train"):
         return f"{asked} was given without --save, so nothing would be saved: add --save DIRECTORY."
     return None

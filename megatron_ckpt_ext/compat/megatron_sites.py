@@ -40,10 +40,14 @@ class Site:
 
     def is_there(self) -> bool:
         """Whether the function looks the name up in its module. Imports the module."""
-        function = inspect.unwrap(getattr(self.owner, self.user, _absent))
+        try:
+            owner = self.owner
+        except ImportError:
+            return False
+        function = inspect.unwrap(getattr(owner, self.user, _absent))
         code = getattr(function, "__code__", None)
         looks_up = code is not None and self.name in _global_names(code)
-        return looks_up and hasattr(self.owner, self.name) and function.__globals__ is vars(self.owner)
+        return looks_up and hasattr(owner, self.name) and function.__globals__ is vars(owner)
 
 
 SITES: dict[str, tuple[tuple[Site, ...], ...]] = {

@@ -32,6 +32,10 @@ def unsupported_reason() -> str | None:
 
 def unsupported_megatron() -> str | None:
     """Say why the importable Megatron is not supported, whatever there is of NVRx; or ``None``. Imports it."""
+    try:
+        import megatron_ckpt_ext.compat.mcore  # noqa: F401
+    except ImportError as error:
+        return f"megatron-core does not have what is needed ({error})"
     return _without(SITES)
 
 

@@ -38,6 +38,8 @@ _WRITER_OPTIONS = ("separation_hint", "use_msc", "use_cached_data_structure", "u
 _REQUEST_FIELDS = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn")
 _WRITER_NAMES = ("cleanup_tensor_caches", "register_shm_drain_callback", "_shm_tensor_cache")
 
+_QUEUE_NAMES = ("get_instances", "_instances")
+
 
 def unmatched() -> str | None:
     """Say what the installed NVRx does not have and is needed, or ``None``."""
@@ -45,7 +47,8 @@ def unmatched() -> str | None:
     missing = [f"FileSystemWriterAsync({name}=)" for name in _WRITER_OPTIONS if name not in options]
     missing += [f"FileSystemWriterAsync.{name}" for name in _WRITER_NAMES if not hasattr(FileSystemWriterAsync, name)]
     missing += [f"AsyncRequest.{name}" for name in _REQUEST_FIELDS if name not in AsyncRequest._fields]
-    missing += [name for name in ("_results_queue",) if not hasattr(filesystem_async, name)]
+    missing += [f"AsyncCallsQueue.{name}" for name in _QUEUE_NAMES if not hasattr(AsyncCallsQueue, name)]
+    missing += [] if hasattr(filesystem_async, "_results_queue") else ["_results_queue"]
     return f"nvidia-resiliency-ext has no {', no '.join(missing)}" if missing else None
 
 

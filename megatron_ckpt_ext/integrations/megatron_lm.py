@@ -95,6 +95,8 @@ class Installation:
     def _hooks(self) -> Iterator[Replacement]:
         if self.unsupported is None:
             return self._all_hooks()
+        if "flags" not in self._sites:
+            return iter(())
         return self._flag_hooks() if unsupported_megatron() else self._dtensor_hooks()
 
     def _dtensor_hooks(self) -> Iterator[Replacement]:
@@ -302,7 +304,7 @@ def install(args: Namespace | None = None) -> Installation:
     """
     from megatron.training import arguments
 
-    installation: Installation | None = getattr(arguments.add_megatron_arguments, _MARK, None)
+    installation: Installation | None = getattr(getattr(arguments, "add_megatron_arguments", None), _MARK, None)
     if installation is None:
         installation = Installation()
         if unsupported_megatron() and installation.unsupported:
