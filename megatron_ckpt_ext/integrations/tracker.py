@@ -35,7 +35,12 @@ class _Opening(ModuleType):
     def __init__(self, real: Any) -> None:
         super().__init__("maybe_msc")
         self._real = real
-        self.open = _opener(real.open)
+
+        def open_now(*args: Any, **options: Any) -> Any:
+            """Looked up in each call: Megatron turns the multi-storage client on later."""
+            return real.open(*args, **options)
+
+        self.open = _opener(open_now)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
