@@ -50,10 +50,7 @@ class Evidence:
             yield self.cost(step, kind)
         yield self.decisions()
         yield self.newest()
-        if self.life.killed_in is not None:
-            yield self.killed(self.life.killed_in)
-        if self.life.killed_in is None:
-            yield self.files()
+        yield self.files() if self.life.killed_in is None else self.killed(self.life.killed_in)
         yield self.processes()
         if self.case.node_local:
             yield self.prepared_on_every_node()

@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -119,7 +120,7 @@ def _log(overlays: Path, name: str, text: str) -> None:
     (overlays / f"{name}.log").write_text(text)
 
 
-def _run(command: Sequence[str], environment: "os._Environ[str] | dict[str, str]", seconds: float) -> "Done":
+def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> "subprocess.CompletedProcess[str]":
     """Run to the end, or kill it and all that it has started after some seconds and say so."""
     process = subprocess.Popen(
         command,
@@ -136,16 +137,8 @@ def _run(command: Sequence[str], environment: "os._Environ[str] | dict[str, str]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return Done(returncode=124, stdout=f"no end within {seconds:g} s")
-    return Done(returncode=process.returncode, stdout=printed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """A command that has ended."""
-
-    returncode: int
-    stdout: str
+        return subprocess.CompletedProcess(command, 124, f"no end within {seconds:g} s")
+    return subprocess.CompletedProcess(command, process.returncode, printed)
 
 
 def _last_line(text: str) -> str:
@@ -191,9 +184,7 @@ def pairs(only: Sequence[str] | None) -> Iterator[tuple[str, str]]:
     if only:
         yield only[0], only[1]
         return
-    for megatron in MEGATRON:
-        for nvrx in NVRX:
-            yield megatron, nvrx
+    yield from product(MEGATRON, NVRX)
 
 
 def main() -> int:

@@ -261,7 +261,7 @@ class Cluster:
         """Cancel every job; one that does not end is killed with its node."""
         with contextlib.suppress(SlurmError):
             self._ask("scancel", "--partition=both")
-            self._wait(lambda: not self._ask("squeue", "--noheader"), STOP_DEADLINE, "a job did not end")
+            self._wait(lambda: not self.jobs(), STOP_DEADLINE, "a job did not end")
 
     def _start(self) -> None:
         folder = self._folder

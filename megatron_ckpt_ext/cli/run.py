@@ -110,9 +110,12 @@ def execute(options: argparse.Namespace) -> int:
 def _check_fit(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Refuse ranks that do not fit, and checkpoints without a directory."""
     refusal = (
-        save_refusal(arguments) or nodes_refusal(_nodes(options), os.environ) or _ranks_refusal(options, arguments)
+        save_refusal(arguments)
+        or nodes_refusal(_nodes(options), os.environ)
+        or _ranks_refusal(options, arguments)
+        or unwritable_refusal(arguments)
+        or events_refusal(arguments)
     )
-    refusal = refusal or unwritable_refusal(arguments) or events_refusal(arguments)
     if refusal:
         raise ConfigurationError(refusal)
 
@@ -148,11 +151,11 @@ def _gpus_here() -> int:
 
 def _what_would_start(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """Describe the job in a few lines."""
-    ranks = _ranks_per_node(options) or "1, this process" if not options.torchrun else _ranks_per_node(options)
+    unsaid = "as torchrun finds out" if options.torchrun else "1, this process"
     return "\n".join(
         [
             f"nodes: {_nodes(options)}",
-            f"ranks a node: {ranks or 'as torchrun finds out'}",
+            f"ranks a node: {_ranks_per_node(options) or unsaid}",
             f"script: {options.script}",
             f"recipe: {options.recipe or 'none'}",
             f"arguments: {shlex.join(arguments)}",

@@ -37,7 +37,6 @@ __all__ = [
 _WRITER_OPTIONS = ("separation_hint", "use_msc", "use_cached_data_structure", "use_cpu_shm_for_gpu_tensors")
 _REQUEST_FIELDS = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn")
 _WRITER_NAMES = ("cleanup_tensor_caches", "register_shm_drain_callback", "_shm_tensor_cache")
-
 _QUEUE_NAMES = ("get_instances", "_instances")
 
 

@@ -169,7 +169,7 @@ def fsdp_hooks(running: Callable[[], MegatronFsdp | None]) -> Iterator[Replaceme
         running: returns that of the running job; ``None``: all is stock.
     """
     sites, missing = find_sites(FSDP_SITES)
-    if missing:  # Megatron-FSDP cannot be imported
+    if missing:  # Megatron-FSDP cannot be imported, or has moved: a job that asks for it is told at its start
         return
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
