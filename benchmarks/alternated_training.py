@@ -20,9 +20,7 @@ import torch.distributed as dist
 from blocks import INSTALLED, Block, blocks_of
 from megatron.training import get_args, training
 
-from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.integrations.megatron_lm import Installation, install
-from megatron_ckpt_ext.integrations.session import MegatronSession
 
 __all__: list[str] = []
 
@@ -60,7 +58,7 @@ class Alternation:
         if self._kind == INSTALLED:
             self._installation = install()
             # As a job has it that was installed from the start and was given none of the flags.
-            self._installation.session = MegatronSession(get_args(), CkptExtConfig())
+            self._installation.begin(get_args())
         self._save_calls = []
         dist.barrier()
         self._start = time.perf_counter(), time.thread_time()

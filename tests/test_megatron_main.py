@@ -65,7 +65,7 @@ def test_our_wrapper_takes_what_main_passes(on_main: ModuleType) -> None:
     installation = Installation()
     try:
         for strategy in (PreparedSaveStrategy(), mcore.TorchDistSaveShardedStrategy()):
-            wrapper = installation._wrapper(
+            wrapper = installation._job.wrapper(
                 strategy, None, True, validate_access_integrity=False, pg_cache_path="cache", pg_cache_create=True
             )
             assert isinstance(wrapper, MainWrapper)

@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ckpt_ext.arguments.flags import FLAGS, add_ckpt_ext_args
 from megatron_ckpt_ext.compat.megatron_sites import SITES, find_sites
@@ -25,13 +25,10 @@ from megatron_ckpt_ext.config import CkptExtConfig
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.fingerprint import set_defaults
 from megatron_ckpt_ext.integrations.megatron_fsdp import installed_mode, save_synchronously
+from megatron_ckpt_ext.integrations.running import RunningJob
 from megatron_ckpt_ext.integrations.session import MegatronSession
 from megatron_ckpt_ext.replacements import Replacement, Replacements
 from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import find_facts
-
-if TYPE_CHECKING:
-    from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
-    from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter
 
 __all__ = ["Installation", "install"]
 
@@ -41,22 +38,18 @@ _MARK = "megatron_ckpt_ext_installation"
 
 
 class Installation:
-    """What ``install`` did. Owns the replaced names and the session of the job.
+    """What ``install`` did. Owns the replaced names and the running job.
 
     Attributes:
         unsupported: why only the flags were installed and saves are stock; ``None`` if everything was. Where it is
             NVRx alone, saves of ``fsdp_dtensor`` are ours nevertheless, and synchronous.
         hooks: the names that were replaced.
-        session: the package in the running job; ``None`` before Megatron is initialised.
     """
 
     def __init__(self) -> None:
         """Replace the names of the importable Megatron."""
         self.unsupported = unsupported_reason() or find_facts(async_save=True).problem or None
-        self.session: MegatronSession | None = None
-        self._config = CkptExtConfig()
-        self._warm: WarmWriter | None = None
-        self._probed: ProbedWarmWriter | None = None
+        self._job = RunningJob()
         self._sites, _ = find_sites(SITES)
         self._replacements = Replacements()
         hooks = list(self._hooks())
@@ -66,11 +59,12 @@ class Installation:
     def close(self) -> None:
         """Put every name back and end the session. Safe to call twice."""
         self._replacements.__exit__()
-        for warm in (self._warm, self._probed):
-            if warm is not None:
-                warm.close()
-        if self.session is not None:
-            self.session.close()
+        self._job.close()
+
+    @property
+    def session(self) -> MegatronSession | None:
+        """The package in the running job; ``None`` before Megatron is initialised."""
+        return self._job.session
 
     def check(self, args: Namespace) -> None:
         """Read the settings of a parsed command line. No collectives.
@@ -78,7 +72,17 @@ class Installation:
         Raises:
             ConfigurationError: flags that cannot work together.
         """
-        self._config = CkptExtConfig.from_args(args)
+        self._job.config = CkptExtConfig.from_args(args)
+
+    def begin(self, args: Namespace) -> None:
+        """Begin the session of a job. Called on all ranks; ``MegatronSession`` has the collectives and errors.
+
+        Megatron's ``initialize_megatron`` does it, so this is for who installs the package later.
+
+        Args:
+            args: Megatron's, validated.
+        """
+        atexit.register(self._job.start(args).close)
 
     def _flag_hooks(self) -> Iterator[Replacement]:
         from megatron.training import arguments
@@ -113,7 +117,7 @@ class Installation:
         yield self._sites["tracker"].replaced(tracker_writer)
         yield self._sites["tracker reader"].replaced(explaining_reader)
         yield self._sites["loader"].replaced(explaining_loader)
-        yield self._sites["clean-up"].replaced(lambda stock: leaving_complete(stock, self._saves))
+        yield self._sites["clean-up"].replaced(lambda stock: leaving_complete(stock, lambda: self._job.saves))
         observed = self._saving(checkpointing.save_checkpoint)
         yield checkpointing, "save_checkpoint", observed
         yield self._sites["save"].replaced(lambda _stock: observed)
@@ -123,17 +127,13 @@ class Installation:
         """Why the saves of a job are stock; without NVRx those of ``fsdp_dtensor`` are not."""
         return unsupported_fsdp() if getattr(args, "ckpt_format", None) == "fsdp_dtensor" else self.unsupported
 
-    def _saves(self) -> bool:
-        """Whether saves of the running job are ours."""
-        return self.session is not None and self.session.saves
-
     def _all_hooks(self) -> Iterator[Replacement]:
         from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
 
         yield from self._dtensor_hooks()
-        yield self._sites["queue"].replaced(self._choosing)
-        yield self._sites["strategy"].replaced(lambda _stock: self._strategy)
-        yield self._sites["wrapper"].replaced(lambda _stock: self._wrapper)
+        yield self._sites["queue"].replaced(self._job.choosing)
+        yield self._sites["strategy"].replaced(lambda _stock: self._job.strategy)
+        yield self._sites["wrapper"].replaced(lambda _stock: self._job.wrapper)
         yield self._sites["dist_checkpointing"].replaced(DistCheckpointing)
         yield self._sites["schedule"].replaced(self._scheduling)
         yield self._sites["finalize"].replaced(self._finalizing)
@@ -145,7 +145,7 @@ class Installation:
             if self._stock_reason(args) is None:
                 self.check(args)
             result = stock(args, *rest, **options)
-            if self._config.saves_dtensors and not (mode := installed_mode()).asynchronous:
+            if self._job.config.saves_dtensors and not (mode := installed_mode()).asynchronous:
                 save_synchronously(args, mode.reason)  # else Megatron starts a writer that this rank cannot have
             return result
 
@@ -162,108 +162,30 @@ class Installation:
                 return result
             if getattr(get_args(), "yaml_cfg", None) is not None:
                 _refuse_lost_flags()
-            earlier_fallback = None
-            if self.session is not None:  # of the job before an in-process restart
-                earlier_fallback = self.session.fallback
-                self.session.close()
             set_defaults(get_args())
-            self.session = MegatronSession(get_args(), self._config, self._probed, earlier_fallback)
-            atexit.register(self.session.close)
+            self.begin(get_args())
             return result
 
         return initialize_megatron
 
-    def _choosing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        ours: dict[str, Callable[[Any], Any]] = {
-            "AsyncCallsQueue": lambda _theirs: self._queue_class(),
-            "get_write_results_queue": self._results_queue,
-        }
-
-        @wraps(stock)
-        def get_async_strategy(name: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-            name, found = stock(name, module)
-            if self._config.saves_dtensors or (name == "nvrx" and self._config.owns_queue):
-                if module is None:
-                    found = {**found, **{each: replace(found[each]) for each, replace in ours.items()}}
-                elif module in ours:
-                    found = ours[module](found)
-            return name, found
-
-        return get_async_strategy
-
-    def _queue_class(self) -> type:
-        from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
-        from megatron_ckpt_ext.integrations.megatron_queue import WarmWriter, megatron_queue, save_timeout
-
-        timeout = save_timeout(self._config)
-        if self._config.saves_dtensors:
-            if self._probed is None:
-                self._probed = ProbedWarmWriter(timeout)
-            return megatron_queue(self._probed, timeout)
-        if self._warm is None:
-            self._warm = WarmWriter()
-        return megatron_queue(self._warm, timeout)
-
-    def _results_queue(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron forks a process for the results of writers before training; in ours they come in the answers."""
-
-        @wraps(stock)
-        def get_write_results_queue(mp_mode: str = "spawn") -> Any:
-            in_answers = self._config.ckpt_metadata is not None or self._config.saves_dtensors
-            return None if in_answers else stock(mp_mode="spawn")
-
-        return get_write_results_queue
-
-    def _strategy(self, *args: Any, **options: Any) -> Any:
-        from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
-
-        build = TorchDistSaveShardedStrategy if self.session is None else self.session.strategy
-        return build(*args, **options)
-
-    def _wrapper(self, strategy: Any, *args: Any, **options: Any) -> Any:
-        from megatron_ckpt_ext.compat.mcore import FullyParallelSaveStrategyWrapper
-        from megatron_ckpt_ext.strategy.fully_parallel import PreparedSaveWrapper
-        from megatron_ckpt_ext.strategy.torch_dist import PreparedSaveStrategy
-
-        ours = isinstance(strategy, PreparedSaveStrategy)
-        build = PreparedSaveWrapper if ours else FullyParallelSaveStrategyWrapper
-        return build(strategy, *args, **options)
-
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         def save_checkpoint(iteration: int, *args: Any, **options: Any) -> Any:
-            session = self.session
-            if session is None:
-                return stock(iteration, *args, **options)
-            with session.saving():
-                if session.observer is None:
-                    return stock(iteration, *args, **options)
-                return session.observer.saving(
-                    iteration,
-                    lambda: stock(iteration, *args, **options),
-                    reason=session.reason,
-                    fallback=session.fallback,
-                )
+            return self._job.save(iteration, lambda: stock(iteration, *args, **options))
 
         return save_checkpoint
 
     def _scheduling(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         def schedule_async_save(*args: Any, **options: Any) -> Any:
-            observer = None if self.session is None else self.session.observer
-            if observer is None:
-                return stock(*args, **options)
-            return observer.scheduling(lambda: stock(*args, **options))
+            return self._job.schedule(lambda: stock(*args, **options))
 
         return schedule_async_save
 
     def _finalizing(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(stock)
         def maybe_finalize_async_save(*args: Any, **options: Any) -> Any:
-            session = self.session
-            if session is None or session.observer is None:
-                return stock(*args, **options)
-            return session.observer.finalizing(lambda: stock(*args, **options), unfinalized_saves, session.written)
+            return self._job.finalize(lambda: stock(*args, **options), unfinalized_saves)
 
         return maybe_finalize_async_save
 
