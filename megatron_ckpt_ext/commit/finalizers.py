@@ -53,14 +53,14 @@ class Finalizers:
             self._run()
 
     def _run(self) -> None:
-        for finalizer in self._rest:
+        for place, finalizer in enumerate(self._rest):
             try:
                 finalizer()
             except ERRORS as error:
                 if is_optional_finalizer(finalizer):
                     report(error)
                     continue
-                if ends_in_a_barrier(finalizer):
+                for _ in filter(ends_in_a_barrier, self._rest[place:]):
                     dist.barrier()  # the other ranks are in it, and hear of the error afterwards
                 raise
 

@@ -55,6 +55,8 @@ __all__ = [
 
 COMMON_STATE = "common_state"
 """Key under which ``dist_checkpointing.save`` puts what is not sharded into the state dict (since 0.19)."""
+_LOGGERS = ("onelogger_finalize_fn", "wandb_finalize_fn", "mlflow_finalize_fn", "comet_finalize_fn")
+_COLLECTIVE = ("save.<locals>.integrity_finalize_fn", "save_checkpoint.<locals>._post_save_global_barrier")
 METADATA_JSON = "metadata.json"
 """Megatron's side file of a ``torch_dist`` checkpoint, which its readers need."""
 
@@ -136,11 +138,11 @@ def ends_in_a_barrier(finalizer: Callable[[], Any]) -> bool:
 
 
 def is_optional_finalizer(finalizer: Callable[[], Any]) -> bool:
-    """Whether it only tells a logger about a save (``megatron.training.checkpointing.save_checkpoint``)."""
+    """Whether it only tells a logger about a save (``save_checkpoint`` of Megatron-LM, and of Megatron-Bridge)."""
     owner, _, name = getattr(finalizer, "__qualname__", "").rpartition(".<locals>.")
-    return owner == "save_checkpoint" and name in ("onelogger_finalize_fn", "wandb_finalize_fn")
+    return owner == "save_checkpoint" and name in _LOGGERS
 
 
 def is_collective_finalizer(finalizer: Callable[[], Any]) -> bool:
-    """Whether it is a finalizer of ``dist_checkpointing.save`` that needs all ranks (``--verify-integrity``)."""
-    return getattr(finalizer, "__qualname__", "") == "save.<locals>.integrity_finalize_fn"
+    """Whether it needs all ranks: ``--verify-integrity``, and the barrier of Bridge's ``save_checkpoint``."""
+    return getattr(finalizer, "__qualname__", "") in _COLLECTIVE

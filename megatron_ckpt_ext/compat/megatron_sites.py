@@ -19,11 +19,12 @@ __all__ = ["FSDP_SITES", "SITES", "Site", "find_sites"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A name of a module of ``megatron.training``, and a function of that module which looks it up when it runs."""
+    """A name of a module, and a function of that module which looks it up when it runs."""
 
     module: str
     name: str
     user: str
+    package: str = "megatron.training"
 
     def __str__(self) -> str:
         """Describe it as in a sentence."""
@@ -32,7 +33,7 @@ class Site:
     @property
     def owner(self) -> ModuleType:
         """The module. Imports it."""
-        return import_module(f"megatron.training.{self.module}")
+        return import_module(f"{self.package}.{self.module}")
 
     def replaced(self, wrap: Callable[[Any], Any]) -> Replacement:
         """Return the replacement of the name by what ``wrap`` makes of it."""

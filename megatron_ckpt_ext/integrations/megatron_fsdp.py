@@ -31,7 +31,17 @@ from megatron_ckpt_ext.strategy.fsdp_dtensor_mode import Mode, agree_on_mode, de
 if TYPE_CHECKING:
     from megatron_ckpt_ext.integrations.fsdp_writer import ProbedWarmWriter
 
-__all__ = ["MegatronFsdp", "dtensor_fingerprint", "fsdp_hooks", "installed_mode", "save_synchronously"]
+__all__ = [
+    "Destination",
+    "MegatronFsdp",
+    "dtensor_fingerprint",
+    "fsdp_hooks",
+    "installed_mode",
+    "placing",
+    "returning",
+    "save_synchronously",
+    "unchecked",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +183,11 @@ def fsdp_hooks(running: Callable[[], MegatronFsdp | None]) -> Iterator[Replaceme
         return
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
-    yield sites["state"].replaced(lambda stock: _placing(stock, running))
+    yield sites["state"].replaced(lambda stock: placing(stock, running))
     build = fsdp_dtensor_checkpoint.make_fsdp_dtensor
-    yield fsdp_dtensor_checkpoint, "make_fsdp_dtensor", _unchecked(build, running)
+    yield fsdp_dtensor_checkpoint, "make_fsdp_dtensor", unchecked(build, running)
     yield sites["strategy"].replaced(lambda stock: _choosing(stock, running))
-    yield sites["finalize"].replaced(_returning)
+    yield sites["finalize"].replaced(returning)
 
 
 def installed_mode() -> Mode:
@@ -215,7 +225,9 @@ def dtensor_fingerprint(fingerprint: Fingerprint) -> Fingerprint:
     return replace(fingerprint, optimizer_sharding="fsdp_dtensor")
 
 
-def _placing(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | None]) -> Callable[..., Any]:
+def placing(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | None]) -> Callable[..., Any]:
+    """Wrap what places uneven shards with a gather for each tensor: ``MegatronFsdp.place`` does it, or the saver."""
+
     @wraps(stock)
     def preprocess_state_dict_for_uneven_dtensor(state_dict: Any) -> Any:
         job = running()
@@ -227,8 +239,8 @@ def _placing(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | Non
     return preprocess_state_dict_for_uneven_dtensor
 
 
-def _unchecked(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | None]) -> Callable[..., Any]:
-    """Its check and its chunks cost a gather a tensor each; the exchange does both for all tensors."""
+def unchecked(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | None]) -> Callable[..., Any]:
+    """Wrap ``make_fsdp_dtensor``: its check and its chunks gather for each tensor; the exchange does both at once."""
 
     @wraps(stock)
     def make_fsdp_dtensor(*args: Any, **options: Any) -> Any:
@@ -253,7 +265,9 @@ def _choosing(stock: Callable[..., Any], running: Callable[[], MegatronFsdp | No
     return get_async_strategy
 
 
-def _returning(stock: Callable[..., Any]) -> Callable[..., Any]:
+def returning(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what makes a request of a plan: what ``MegatronFsdp.request`` planned is one already."""
+
     @wraps(stock)
     def get_save_and_finalize_callbacks(writer: Any, planned: Any, *rest: Any, **options: Any) -> Any:
         return planned if isinstance(writer, Destination) else stock(writer, planned, *rest, **options)

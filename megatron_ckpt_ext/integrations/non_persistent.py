@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE
 
-__all__ = ["leaving_complete"]
+__all__ = ["leaving_complete", "outdated", "remove"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +39,21 @@ def leaving_complete(stock: Callable[..., Any], is_ours: Callable[[], bool]) -> 
             return stock(save_dir, leave_ckpt_num=leave_ckpt_num, do_async=do_async)
         if dist.is_initialized() and dist.get_rank() != 0:
             return None
-        outdated = _outdated(Path(save_dir), leave_ckpt_num)
-        logger.info("Non-persistent checkpoints scheduled for removal: %s", [str(path) for path in outdated])
+        steps = outdated(Path(save_dir), leave_ckpt_num)
+        logger.info("Non-persistent checkpoints scheduled for removal: %s", [str(path) for path in steps])
         if do_async:
-            threading.Thread(target=_remove, args=(outdated,), name="non-persistent clean-up").start()
+            threading.Thread(target=remove, args=(steps,), name="non-persistent clean-up").start()
         else:
-            _remove(outdated)
+            remove(steps)
         return None
 
     return cleanup_old_non_persistent_checkpoint
 
 
-def _outdated(folder: Path, leave: int) -> list[Path]:
-    """Checkpoints older than the ``leave`` newest published ones; one listing, so what appears later is not in it.
+def outdated(folder: Path, leave: int) -> list[Path]:
+    """Return the checkpoints older than the ``leave`` newest published ones. No collectives.
 
+    One listing, so what appears later is not in it.
     ``.metadata`` is the last file of a checkpoint to appear; to judge the whole would read it, on the trainer's time.
     """
     steps = {path: int(match[1]) for path in folder.glob("iter_*") if (match := _CHECKPOINT.fullmatch(path.name))}
@@ -62,8 +63,9 @@ def _outdated(folder: Path, leave: int) -> list[Path]:
     return sorted(path for path, step in steps.items() if step < published[-leave])
 
 
-def _remove(outdated: list[Path]) -> None:
-    for path in outdated:
+def remove(folders: list[Path]) -> None:
+    """Remove folders; what cannot be removed is logged. No collectives."""
+    for path in folders:
         try:
             shutil.rmtree(path)
         except OSError as error:  # clean-up is not worth a job: the next one tries again

@@ -16,7 +16,7 @@ from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.publish.atomic import write_file
 from megatron_ckpt_ext.publish.latest import latest_complete_step
 
-__all__ = ["TRACKER_FILE", "explaining_loader", "explaining_reader", "tracker_writer"]
+__all__ = ["TRACKER_FILE", "explaining_loader", "explaining_reader", "tracker_writer", "writing_whole"]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Names the newest checkpoint of a directory."""
@@ -58,6 +58,11 @@ def _opener(stock: Callable[..., Any]) -> Callable[..., Any]:
         return _WholeFile(lambda text: _write(stock(path, mode, *args, **options), text))
 
     return open_file
+
+
+def writing_whole(write: Callable[[str], None]) -> io.StringIO:
+    """Return a file whose text is handed to ``write`` at the end of its ``with`` block, unless that raises."""
+    return _WholeFile(write)
 
 
 class _WholeFile(io.StringIO):
