@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fsdp demo-manager functional matrix bench gpu-check test slow faults lint format env
+.PHONY: help demo demo-fsdp demo-manager functional matrix bridge bench gpu-check test slow faults lint format env
 
 help:
 	@echo "make demo     three training jobs on two CPU ranks: stock, create, reuse; one table"
@@ -14,6 +14,7 @@ help:
 	@echo "make demo-manager  a plain FSDP2 trainer: sync against async saves, a kill in the middle of a write, a resume"
 	@echo "make functional  real jobs on a two-node Slurm on this machine: a verdict a case (needs root and apt; SCOPE=, CASES=)"
 	@echo "make matrix   the core tests and one job against every supported pair of megatron-core and NVRx; a table"
+	@echo "make bridge   Megatron-Bridge's own training on two CPU ranks, and its tests; installs it into build/bridge"
 	@echo "make bench    what it costs, and against stock; tables, JSON and plots in build/bench; fails at a missed limit"
 	@echo "make gpu-check  the tests that need a GPU and pinned staging, in under four minutes; without a GPU it says so"
 	@echo "make test     lint, type check and tests"
@@ -37,6 +38,10 @@ functional: env
 
 matrix: env
 	@$(PY) tools/matrix.py
+
+bridge: env
+	@tools/setup_bridge.sh "$(VENV)" build/bridge
+	PYTHONPATH="$(CURDIR)/build/bridge:$(CURDIR)" $(PY) -m pytest -q tests/bridge
 
 bench: env
 	@status=0; for name in guard drift_save scaling steady_save memory flags_unset manager; do \

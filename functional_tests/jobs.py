@@ -99,7 +99,7 @@ def run_job(
     arguments: Sequence[str],
     *,
     output: Path,
-    recipe: Path = RECIPE,
+    recipe: Path | None = RECIPE,
     without: Collection[str] = (),
     script: Path = STATE_DUMP,
     ranks: int = 2,
@@ -111,13 +111,13 @@ def run_job(
     timeout: float = 180.0,
     launch: Launch | None = None,
 ) -> Job:
-    """Run a recipe with more arguments, to its end.
+    """Run a recipe with more arguments, or a script with its arguments alone, to its end.
 
     Args:
         name: also the name of its folder in ``output``.
         arguments: behind those of the recipe.
         output: folder of all jobs.
-        recipe: of the job.
+        recipe: of the job; ``None`` for a script that takes none.
         without: flags of the recipe to leave out.
         script: what each rank runs; it finds the training script in ``STATE_DUMP_SCRIPT``.
         ranks: CPU ranks.
@@ -139,9 +139,12 @@ def run_job(
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(sitecustomize)
         path.insert(0, str(folder / "site"))
-    if dropped := {*without, *unknown_flags()}:
-        recipe = _shortened(recipe, dropped, folder / "recipe.yaml")
-    words = [*(["--cpu"] if emulated else []), "--recipe", str(recipe), str(script), *arguments]
+    words = ["--cpu"] if emulated else []
+    if recipe is not None:
+        if dropped := {*without, *unknown_flags()}:
+            recipe = _shortened(recipe, dropped, folder / "recipe.yaml")
+        words += ["--recipe", str(recipe)]
+    words += [str(script), *arguments]
     variables = {
         "OUTPUT": str(output),
         "PYTHONPATH": os.pathsep.join(path),

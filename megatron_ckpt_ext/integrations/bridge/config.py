@@ -1,6 +1,7 @@
 """``with_ckpt_ext``: our settings in a Bridge configuration, where recipes, YAML and overrides find them."""
 
 from dataclasses import dataclass, fields
+from pydoc import locate
 from typing import Any
 
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
@@ -8,6 +9,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 
 from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.bridge.job import BridgeJob, take_over_queue
+from megatron_ckpt_ext.integrations.bridge.manager import PreparedCheckpointManager
 
 __all__ = ["CkptExtCheckpointConfig", "with_ckpt_ext"]
 
@@ -23,7 +25,7 @@ class CkptExtCheckpointConfig(CheckpointConfig):  # type: ignore[misc]  # Bridge
     """
 
     custom_manager_class: str | None = MANAGER
-    """Ours."""
+    """Ours, or one derived from it; ``None`` leaves saves to Bridge."""
     ckpt_metadata: str | None = None
     """Path of the prepared metadata that saves follow."""
     ckpt_metadata_create: bool = False
@@ -47,6 +49,13 @@ class CkptExtCheckpointConfig(CheckpointConfig):  # type: ignore[misc]  # Bridge
             ConfigurationError: settings that cannot work together.
         """
         super().finalize()
+        if self.custom_manager_class is None:
+            self.job = None  # an operator's way to switch the package off
+        elif not _is_ours(self.custom_manager_class):
+            raise ConfigurationError(
+                f"checkpoint.custom_manager_class is {self.custom_manager_class}, and saves of with_ckpt_ext need "
+                f"{MANAGER}: derive yours from it, or leave one of the two out"
+            )
         if self.job is not None:
             self.job.settle()
 
@@ -83,10 +92,15 @@ def with_ckpt_ext(container: ConfigContainer, **settings: Any) -> ConfigContaine
         raise ConfigurationError(f"checkpoint.{unknown[0]} was given, and there is no such setting: correct its name")
     before = container.checkpoint
     given = {field.name: getattr(before, field.name) for field in fields(before)}
-    if type(before) is CheckpointConfig:
-        given["custom_manager_class"] = MANAGER
+    given["custom_manager_class"] = given["custom_manager_class"] or MANAGER
     container.checkpoint = CkptExtCheckpointConfig()
     for name, value in {**given, **settings}.items():
         setattr(container.checkpoint, name, value)  # not by the constructor, which turns the strategy to mcore
     container.checkpoint.job = BridgeJob(container)
     return container
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a manager is ours, or derived from it; a name that cannot be imported is not."""
+    manager = locate(name)
+    return isinstance(manager, type) and issubclass(manager, PreparedCheckpointManager)

@@ -20,6 +20,7 @@ from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.integrations.bridge.arguments import arguments_of
 from megatron_ckpt_ext.integrations.bridge.retention import keeping_complete
 from megatron_ckpt_ext.integrations.bridge.trackers import moving_last, whole_trackers
+from megatron_ckpt_ext.integrations.bridge.visible import keep_warnings_visible
 from megatron_ckpt_ext.integrations.dist_checkpointing import DistCheckpointing
 from megatron_ckpt_ext.integrations.megatron_fsdp import (
     Destination,
@@ -64,6 +65,7 @@ class BridgeJob:
         Raises:
             ConfigurationError: settings that cannot work together.
         """
+        keep_warnings_visible()
         if self._falls_back:
             return
         checkpoint = self._container.checkpoint
