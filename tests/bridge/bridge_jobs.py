@@ -20,7 +20,7 @@ def checkpoints(output: Path) -> Path:
 def run_bridge_job(
     name: str, *overrides: str, output: Path, kind: str = "", recipe: str = "tiny_gpt", **options: Any
 ) -> Job:
-    """Run ``recipes/bridge_pretrain.py`` with overrides.
+    """Run ``recipes/bridge/pretrain.py`` with overrides.
 
     Args:
         name: as for ``run_job``.

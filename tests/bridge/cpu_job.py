@@ -1,4 +1,4 @@
-"""One rank of a Megatron-Bridge job on the CPU: ``recipes/bridge_pretrain.py`` as it is, with a stand-in for TE.
+"""One rank of a Megatron-Bridge job on the CPU: ``recipes/bridge/pretrain.py`` as it is, with a stand-in for TE.
 
 ``BRIDGE_JOB`` names what else is different: ``stock`` is Bridge without this package; ``no_writer`` lets no writer
 process of rank 1 start; in ``watched`` jobs each write takes long, and ``NOTES_FILE`` keeps what callbacks are told
@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent))
 from bridge.slow_write import slowly  # noqa: E402  (needs the path set above)
 from bridge.te_stand_in import install_unless_there  # noqa: E402  (needs the path set above)
 
-RECIPE = HERE.parents[1] / "recipes" / "bridge_pretrain.py"
+RECIPE = HERE.parents[1] / "recipes" / "bridge" / "pretrain.py"
 
 
 def leave_bridge_alone() -> None:

@@ -58,7 +58,7 @@ def test_overrides_reach_our_settings() -> None:
 
 
 def test_the_yaml_file_of_overrides_is_one() -> None:
-    config = overridden("checkpoint.ckpt_metadata=/prepared", file=ROOT / "recipes" / "bridge_overrides.yaml")
+    config = overridden("checkpoint.ckpt_metadata=/prepared", file=ROOT / "recipes" / "bridge" / "overrides.yaml")
 
     assert (config.checkpoint.async_save, config.checkpoint.ckpt_metadata_create) == (True, True)
     config.checkpoint.finalize()

@@ -158,7 +158,7 @@ class BridgeJob:
             "clean-up": lambda stock: keeping_complete(stock, lambda: self._job.saves),
         }
         fsdp = None if self._job.session is None else self._job.session.fsdp
-        if fsdp is not None and fsdp.saver is not None:
+        if fsdp is not None:
             from megatron.core.transformer import fsdp_dtensor_checkpoint
 
             stand_ins["dtensor shards"] = lambda stock: placing(stock, lambda: fsdp)

@@ -1,6 +1,6 @@
 """Pretrains with Megatron-Bridge's own loop, and saves with prepared metadata.
 
-    torchrun --nproc-per-node 8 recipes/bridge_pretrain.py --config-file recipes/bridge_overrides.yaml [key=value ...]
+    torchrun --nproc-per-node 8 recipes/bridge/pretrain.py --config-file recipes/bridge/overrides.yaml [key=value ...]
 
 The one line that a script of your own needs is ``with_ckpt_ext(config)``, before overrides are applied. Bridge is
 imported inside functions: the process that writes checkpoints imports this file again, and needs none of it.
@@ -34,7 +34,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="of a GPT; the default is vanilla_gpt of this file")
-    parser.add_argument("--config-file", metavar="YAML", help="overrides, as in bridge_overrides.yaml")
+    parser.add_argument("--config-file", metavar="YAML", help="overrides, as in overrides.yaml")
     arguments, overrides = parser.parse_known_args()
 
     from megatron.bridge.training.gpt_step import forward_step
