@@ -1,7 +1,6 @@
 """Recipes: how they are read, and that Megatron takes what the shipped ones say."""
 
 import os
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from recipe_headers import commands, header
 
 from megatron_ckpt_ext import ManagerConfig
 from megatron_ckpt_ext.cli.main import main
@@ -118,18 +118,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_an_empty_name_is_taken_where_no_path_begins_with_it(tmp_path: Path) -> None:
     recipe = read(tmp_path, "MODEL_ARGS: {--a: '${E}', --b: 'x${E}/y'}", environment={"E": ""})
     assert recipe.arguments == ("--a", "", "--b", "x/y")
-
-
-def header(path: Path) -> list[str]:
-    """The comment at the top of a recipe, without its marks."""
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
-    return [line.removeprefix("#").removeprefix(" ") for line in lines]
-
-
-def commands(path: Path) -> list[list[str]]:
-    """The commands at the top of a recipe, as words."""
-    text = "\n".join(line for line in header(path) if line.startswith("  "))
-    return [shlex.split(line) for line in text.replace("\\\n", "").splitlines()]
 
 
 def as_run(command: Sequence[str]) -> list[str]:

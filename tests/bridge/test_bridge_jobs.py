@@ -8,12 +8,14 @@ import pytest
 pytest.importorskip("megatron.bridge", reason="make bridge installs it")
 
 from bridge.bridge_jobs import checkpoints, losses, run_bridge_job, steps
-from jobs import save_costs
+from jobs import ROOT, save_costs
 from nvrx_stand_ins import NVRX_THAT_HAS_MOVED
+from recipe_headers import commands
 
 from megatron_ckpt_ext.publish.latest import latest_complete_step
 
 pytestmark = pytest.mark.timeout(600)
+OVERRIDES = ROOT / "recipes" / "bridge" / "overrides.yaml"
 FORMATS = {"torch_dist": "tiny_gpt", "fsdp_dtensor": "tiny_gpt_megatron_fsdp"}
 
 
@@ -33,6 +35,26 @@ def test_jobs_create_resume_and_reuse(recipe: str, tmp_path: Path) -> None:
     assert sorted(losses(second)) == [5, 6, 7, 8]
     assert steps(tmp_path) == [f"iter_{step:07}" for step in (2, 4, 6, 8)]
     assert (found := latest_complete_step(str(checkpoints(tmp_path)))) and found.step == 8
+
+
+@pytest.mark.parametrize("recipe", FORMATS.values(), ids=FORMATS)
+def test_synchronous_jobs_save_and_resume(recipe: str, tmp_path: Path) -> None:
+    synchronous = "checkpoint.async_save=false"
+    run_bridge_job("first", synchronous, "train.train_iters=2", output=tmp_path, recipe=recipe)
+    second = run_bridge_job("second", synchronous, "train.train_iters=4", output=tmp_path, recipe=recipe)
+
+    assert sorted(losses(second)) == [3, 4]
+    assert steps(tmp_path) == ["iter_0000002", "iter_0000004"]
+
+
+def test_the_command_above_the_overrides_trains(tmp_path: Path) -> None:
+    (command,) = commands(OVERRIDES)
+    words = [word.replace("$OUTPUT", str(tmp_path)) for word in command]
+    given = words[words.index("recipes/bridge/pretrain.py") + 1 :]
+    job = run_bridge_job("job", *given, "train.train_iters=4", "checkpoint.save_interval=2", output=tmp_path)
+
+    assert [cost.collectives.objects > 0 for cost in save_costs(job)] == [True, False]
+    assert (tmp_path / "prepared.metadata").exists()
 
 
 def test_bridge_alone_goes_on_from_our_checkpoint_and_with_the_same_losses(tmp_path: Path) -> None:
