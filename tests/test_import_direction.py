@@ -56,6 +56,11 @@ ROWS = (
         why="Judges what is complete by what its metadata says; it reads, and no save waits for it.",
     ),
     Row(
+        name="examine",
+        may=("compat", "errors", "metadata", "publish", "publish.atomic", "publish.storage"),
+        why="Answers operators offline: it reads what others published, and no save knows it.",
+    ),
+    Row(
         name="staging",
         may=("compat", "errors"),
         why="Copies a state dict into host memory; it knows no files and no ranks.",

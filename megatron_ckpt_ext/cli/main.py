@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NoReturn
 
-from megatron_ckpt_ext.cli import run
+from megatron_ckpt_ext.cli import inspect, latest, run, verify
 from megatron_ckpt_ext.errors import ConfigurationError, PreparedFileError
+from megatron_ckpt_ext.examine.bounded import bounded_memory
 
 __all__ = ["main"]
 
@@ -26,9 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)
+    for command in (inspect, verify, latest):
+        command.add_parser(commands)
     options = parser.parse_args(argv)
     try:
-        code: int = options.execute(options)
+        with nullcontext() if options.command == "run" else bounded_memory():
+            code: int = options.execute(options)
     except (ConfigurationError, PreparedFileError) as error:
         print(f"megatron-ckpt {options.command}: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from megatron_ckpt_ext.publish.coverage import find_coverage_fault
 from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 
-__all__ = ["MOST_PROBLEMS", "CheckpointReport", "Kind", "verify_checkpoint"]
+__all__ = ["MOST_PROBLEMS", "CheckpointReport", "Kind", "judged_checkpoint", "verify_checkpoint"]
 
 MOST_PROBLEMS = 20
 """A report names this many problems and counts the others."""
@@ -85,6 +85,11 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     Raises:
         ConfigurationError: an ``msc://`` path, but the multi-storage client is not installed.
     """
+    return judged_checkpoint(path)[0]
+
+
+def judged_checkpoint(path: str | os.PathLike[str]) -> tuple[CheckpointReport, RecordedLayout | None]:
+    """Judge as ``verify_checkpoint``, and return what ``.metadata`` records as well; ``None`` if it cannot be read."""
     storage = storage_of(os.fspath(path))
     directory = storage.directory(os.fspath(path))
     try:
@@ -97,7 +102,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     if kind == "torch_dist":
         side_files = _config_problems(storage, directory), _common_state_problems(storage, directory, layout)
         problems = chain(problems, *side_files)
-    return _report(directory, kind, layout or RecordedLayout(), problems)
+    return _report(directory, kind, layout or RecordedLayout(), problems), layout
 
 
 def _report(directory: str, kind: Kind, layout: RecordedLayout, problems: Iterator[str]) -> CheckpointReport:
@@ -115,7 +120,7 @@ def _report(directory: str, kind: Kind, layout: RecordedLayout, problems: Iterat
 
 def _layout_problems(layout: RecordedLayout, size_of: Callable[[str], int]) -> Iterator[str]:
     yield from _unpaired(layout)
-    for name, (size, chunks) in layout.tensors.items():
+    for name, (size, chunks, _) in layout.tensors.items():
         if fault := find_coverage_fault(size, chunks):
             yield f"tensor {name!r} is not covered exactly once: {fault}"
     files: dict[str, list[tuple[Locator, Item]]] = defaultdict(list)
@@ -132,7 +137,7 @@ def _layout_problems(layout: RecordedLayout, size_of: Callable[[str], int]) -> I
 
 def _unpaired(layout: RecordedLayout) -> Iterator[str]:
     items = {Item(name, None) for name in layout.objects}
-    items.update(Item(name, chunk.offset) for name, (_, chunks) in layout.tensors.items() for chunk in chunks)
+    items.update(Item(name, chunk.offset) for name, (_, chunks, _) in layout.tensors.items() for chunk in chunks)
     yield from (f"{_named(item)} has no place in any file" for item in sorted(items - layout.places.keys(), key=str))
     for item in sorted(layout.places.keys() - items, key=str):
         yield f"{layout.places[item]} is the place of {_named(item)}, which the checkpoint does not have"

@@ -9,7 +9,7 @@ from megatron_ckpt_ext.publish.completeness import CheckpointReport, verify_chec
 from megatron_ckpt_ext.publish.steps import StepPaths, step_of
 from megatron_ckpt_ext.publish.storage.interface import storage_of
 
-__all__ = ["LatestStep", "latest_complete_step"]
+__all__ = ["LatestStep", "all_steps", "latest_complete_step", "step_number"]
 
 _ITERATION = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})")
 
@@ -50,16 +50,22 @@ def latest_complete_step(directory: str | os.PathLike[str], *, subdirectory: str
     return LatestStep(step=None, path=None, skipped=tuple(skipped))
 
 
+def all_steps(directory: str | os.PathLike[str], *, subdirectory: str | None = None) -> list[str]:
+    """Return the directories of all steps, ascending, complete or not; the rest as above. No collectives."""
+    return [path for _, path in sorted(_steps(os.fspath(directory), subdirectory))]
+
+
 def _steps(directory: str, subdirectory: str | None) -> list[tuple[int, str]]:
     names = _names(directory)
     if subdirectory is not None:
         paths = StepPaths(directory, subdirectory)
         return [(step, paths.path(step)) for name in names if (step := step_of(name)) is not None]
     root = storage_of(directory).directory(directory)
-    return [(step, os.path.join(root, name)) for name in names if (step := _number(name)) is not None]
+    return [(step, os.path.join(root, name)) for name in names if (step := step_number(name)) is not None]
 
 
-def _number(name: str) -> int | None:
+def step_number(name: str) -> int | None:
+    """Return the step that the name of a checkpoint's directory tells, or ``None`` for any other name."""
     match = _ITERATION.fullmatch(name)
     return int(match[1]) if match else step_of(name)
 

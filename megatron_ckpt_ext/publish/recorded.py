@@ -1,12 +1,14 @@
 """What a checkpoint's ``.metadata`` records, as plain data: untrusted bytes end here, in known types or in an error."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_ckpt_ext.compat.dcp import METADATA_FILE, StorageInfo
@@ -19,7 +21,7 @@ from megatron_ckpt_ext.publish.coverage import Chunk
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 from megatron_ckpt_ext.publish.storage.marker import MARKER_FILE, MARKER_LIMIT, Marker
 
-__all__ = ["RecordedLayout", "RecordedTensor", "UnreadableMetadataError", "read_layout"]
+__all__ = ["RecordedLayout", "RecordedTensor", "UnreadableMetadataError", "read_layout", "read_layout_file"]
 
 _NUMBERS = range(-(1 << 63), 1 << 63)
 
@@ -29,12 +31,14 @@ class UnreadableMetadataError(CkptExtError):
 
 
 class RecordedTensor(NamedTuple):
-    """Shape of a tensor and of its parts, in elements."""
+    """Shape of a tensor and of its parts, in elements, and its dtype."""
 
     size: tuple[int, ...]
     """Shape of the whole tensor."""
     chunks: list[Chunk]
     """The parts that were saved."""
+    dtype: str
+    """Without ``torch.``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,19 @@ class RecordedLayout:
     """Shapes of the tensors by name."""
     places: Mapping[Item, Locator] = MappingProxyType({})
     """Where each item is said to lie."""
+    saved_as: str | None = None
+    """Path of the directory, as the save named it."""
+
+
+def read_layout_file(path: str) -> RecordedLayout:
+    """Read a prepared file, or a ``.metadata`` on its own, through the allow-list. No collectives.
+
+    Raises:
+        UnreadableMetadataError: missing, damaged or hostile.
+    """
+    metadata = _load_file(path)
+    with _unexpected_forms():
+        return _as_plain_data(metadata)
 
 
 def read_layout(directory: str) -> RecordedLayout:
@@ -75,10 +92,16 @@ def _read(storage: Storage, directory: str) -> RecordedLayout:
         raise UnreadableMetadataError(f"{METADATA_FILE} is missing: no save was finished in this directory") from None
     content = _judged_by_marker(storage, path)
     metadata = _load(content) if content is not None and not storage.has_renames else _load_file(path)
-    try:
+    with _unexpected_forms():
         if content is None and _is_object(metadata):
             raise UnreadableMetadataError(_unmarked())
         return _as_plain_data(metadata)
+
+
+@contextmanager
+def _unexpected_forms() -> Iterator[None]:
+    try:
+        yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnreadableMetadataError(f"{METADATA_FILE} has an unexpected form: {error!r}") from error
 
@@ -136,12 +159,13 @@ def _as_plain_data(metadata: Metadata) -> RecordedLayout:
         objects=[name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)],
         tensors={name: _tensor(entry) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
         places=dict(_place(index, info) for index, info in metadata.storage_data.items()),
+        saved_as=None if (name := getattr(metadata.storage_meta, "checkpoint_id", None)) is None else str(name),
     )
 
 
 def _tensor(entry: TensorStorageMetadata) -> RecordedTensor:
     chunks = [Chunk(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
-    return RecordedTensor(_numbers(entry.size), chunks)
+    return RecordedTensor(_numbers(entry.size), chunks, _dtype(entry.properties.dtype))
 
 
 def _place(index: object, info: StorageInfo) -> tuple[Item, Locator]:
@@ -149,6 +173,12 @@ def _place(index: object, info: StorageInfo) -> tuple[Item, Locator]:
         raise TypeError(f"a {type(index).__name__} stands in the place of an item's name")
     item = Item(_text(index.fqn), None if index.offset is None else _numbers(index.offset))
     return item, Locator(_text(info.relative_path), _number(info.offset), _number(info.length))
+
+
+def _dtype(value: object) -> str:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"a {type(value).__name__} stands in the place of a dtype")
+    return str(value).removeprefix("torch.")
 
 
 def _text(value: object) -> str:

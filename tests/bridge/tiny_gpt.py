@@ -31,6 +31,7 @@ def tiny_gpt() -> Any:
     config.ddp.use_distributed_optimizer = config.optimizer.use_distributed_optimizer = True
     config.validation.eval_iters = 0
     config.logger.log_interval = 1
+    config.logger.tensorboard_dir = None
     config.checkpoint.save_interval = 2
     return config
 
