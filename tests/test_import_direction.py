@@ -57,7 +57,10 @@ ROWS = (
     ),
     Row(
         name="examine",
-        may=("compat", "errors", "metadata", "publish", "publish.atomic", "publish.storage"),
+        may=(
+            *("collectives", "compat", "errors", "events", "metadata"),
+            *("publish", "publish.atomic", "publish.storage"),
+        ),
         why="Answers operators offline: it reads what others published, and no save knows it.",
     ),
     Row(
