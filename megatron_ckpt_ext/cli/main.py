@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NoReturn
 
-from megatron_ckpt_ext.cli import diff, inspect, latest, report, run, verify
+from megatron_ckpt_ext.cli import diff, inspect, latest, prepare, report, run, verify
 from megatron_ckpt_ext.errors import ConfigurationError, PreparedFileError
 from megatron_ckpt_ext.examine.bounded import bounded_memory
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)
-    for command in (inspect, verify, diff, latest, report):
+    for command in (inspect, verify, diff, prepare, latest, report):
         command.add_parser(commands)
     options = parser.parse_args(argv)
     try:

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from megatron_ckpt_ext.examine.inert import TensorForm, tensor_form
 
-__all__ = ["Content", "DamagedArchiveError", "content_of"]
+__all__ = ["CHUNK", "Content", "DamagedArchiveError", "Window", "content_of"]
 
 CHUNK = 4 << 20
 """Bytes that are read at once."""
