@@ -251,6 +251,28 @@ def test_a_prepared_file_is_described(made: Path, capsys: pytest.CaptureFixture[
     assert all(left >= 1024 for _, left in found["slots"]["tightest"])
 
 
+def test_a_prepared_file_is_verified(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = (made / "prepared.metadata").read_bytes()
+    code, text = run(capsys, "verify", made / "prepared.metadata")
+    assert code == 0
+    assert ": good, prepared, " in text
+    assert run(capsys, "verify", made / "step_2" / ".metadata")[0] == 0
+    assert run(capsys, "verify", "--deep", made / "prepared.metadata")[0] == 2
+
+    drawn, file = random.Random(5), tmp_path / "prepared"
+    for _ in range(100):
+        file.write_bytes(whole)
+        flip(file, drawn.randrange(len(whole)), drawn.randrange(8))
+        with bounded_memory(1 << 30):
+            assert not examine_checkpoint(file).good or is_suffix_only(whole, file.read_bytes())
+
+
+def is_suffix_only(whole: bytes, flipped: bytes) -> bool:
+    """Whether the flip is where no checksum reaches: between the body and the sections, in what names a checkpoint."""
+    position = next(at for at, (left, right) in enumerate(zip(whole, flipped, strict=True)) if left != right)
+    return whole.index(b"storage_meta") - 64 < position < whole.index(b'{"rank"')
+
+
 def test_a_damaged_prepared_file_is_a_finding(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prepared"
     file.write_bytes((made / "prepared.metadata").read_bytes())

@@ -5,21 +5,19 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from megatron_ckpt_ext.errors import PreparedFileError
+from megatron_ckpt_ext.examine.verdict import is_file
 from megatron_ckpt_ext.metadata.container import Container
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import OBJECT
 from megatron_ckpt_ext.metadata.layout import Item, Locator, Slice, owner_of, workers_per_rank
-from megatron_ckpt_ext.publish.completeness import judged_checkpoint
+from megatron_ckpt_ext.publish.completeness import Kind, judged_checkpoint
 from megatron_ckpt_ext.publish.latest import step_number
 from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout_file
-from megatron_ckpt_ext.publish.storage.interface import storage_of
 
 __all__ = ["Entry", "Slots", "Summary", "summarize"]
-
-type Kind = Literal["torch_dist", "dcp", "prepared"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +99,7 @@ def summarize(path: str | os.PathLike[str], *, keys: str | None = None, largest:
         largest: how many of the largest items to name.
     """
     path = os.fspath(path)
-    if storage_of(path).has_renames and os.path.isfile(path):
+    if is_file(path):
         return _of_file(path, keys, largest)
     report, layout = judged_checkpoint(path)
     return Summary(

@@ -3,14 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
+from megatron_ckpt_ext.errors import ConfigurationError
 from megatron_ckpt_ext.examine.archive import Content
 from megatron_ckpt_ext.examine.deep import Answer, Part, Portion, contents_differ, portions, read_portions
 from megatron_ckpt_ext.examine.inert import TensorForm
+from megatron_ckpt_ext.examine.prepared_file import find_section_faults
 from megatron_ckpt_ext.examine.unclaimed import find_unclaimed
 from megatron_ckpt_ext.metadata.layout import Item
-from megatron_ckpt_ext.publish.completeness import MOST_PROBLEMS, CheckpointReport, judged_checkpoint
+from megatron_ckpt_ext.publish.completeness import MOST_PROBLEMS, CheckpointReport, judged_checkpoint, judged_file
 from megatron_ckpt_ext.publish.recorded import RecordedLayout
 from megatron_ckpt_ext.publish.storage.interface import storage_of
 
@@ -51,20 +52,23 @@ def examine_checkpoint(
     """Examine a checkpoint. No collectives, no process group; nothing in it is run.
 
     Args:
-        path: its directory, or ``msc://profile/prefix``.
+        path: its directory, ``msc://profile/prefix``, or a prepared file.
         deep: read every item, on all cores in bounded memory: its archive's checksums must hold, and its dtype and
             shape be those of ``.metadata``. Items that lie beyond their file are not read again.
         against: another checkpoint that must hold the same content, item by item; both are read whole.
         watched: is handed the work as ``watched(iterator, total=n)``, to show progress.
 
     Raises:
-        ConfigurationError: an ``msc://`` path, but the multi-storage client is not installed.
+        ConfigurationError: an ``msc://`` path, but the multi-storage client is not installed; a prepared file is to be
+            read deeply.
     """
+    if is_file(os.fspath(path)):
+        return _of_prepared_file(os.fspath(path), asked_for_items=deep or against is not None)
     report, layout = judged_checkpoint(path)
     directory = report.path
     findings: list[str] = []
     if layout is None:
-        return Verdict(report=report, findings=(), finding_count=0, items_read=0)
+        return _verdict(report, [], items_read=0)
     findings += map(str, find_unclaimed(directory, layout))
     contents: dict[str, Content] = {}
     if deep or against is not None:
@@ -72,11 +76,29 @@ def examine_checkpoint(
         findings += faults
     if against is not None:
         findings += _against(contents, os.fspath(against), watched)
+    return _verdict(report, findings, items_read=len(contents))
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is a prepared file, and not the directory of a checkpoint."""
+    return storage_of(path).has_renames and os.path.isfile(path)
+
+
+def _of_prepared_file(path: str, *, asked_for_items: bool) -> Verdict:
+    if asked_for_items:
+        raise ConfigurationError(
+            f"{path!r} is a prepared file, which holds no items to read: verify it without --deep and --against"
+        )
+    report, layout = judged_file(path)
+    return _verdict(report, [] if layout is None else list(find_section_faults(path, layout)), items_read=0)
+
+
+def _verdict(report: CheckpointReport, findings: list[str], *, items_read: int) -> Verdict:
     return Verdict(
         report=report,
-        findings=tuple(islice(findings, MOST_PROBLEMS)),
+        findings=tuple(findings[:MOST_PROBLEMS]),
         finding_count=len(findings),
-        items_read=len(contents),
+        items_read=items_read,
     )
 
 

@@ -19,10 +19,10 @@ from typing import Literal
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator
 from megatron_ckpt_ext.publish.coverage import find_coverage_fault
-from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout
+from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout, read_layout_file
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 
-__all__ = ["MOST_PROBLEMS", "CheckpointReport", "Kind", "judged_checkpoint", "verify_checkpoint"]
+__all__ = ["MOST_PROBLEMS", "CheckpointReport", "Kind", "judged_checkpoint", "judged_file", "verify_checkpoint"]
 
 MOST_PROBLEMS = 20
 """A report names this many problems and counts the others."""
@@ -34,8 +34,9 @@ _COMMON_STATE = "common_state/shard_"
 _MEGATRON_OBJECT = re.compile(r"/shard_[0-9.]*_[0-9.]*\Z")
 """Megatron's name of an object: ``{key}/shard_{offset}_{shape}``, numbers joined by dots."""
 
-type Kind = Literal["torch_dist", "dcp"]
-"""``torch_dist`` is Megatron's format; ``dcp`` is plain torch and ``fsdp_dtensor``, which need no side files."""
+type Kind = Literal["torch_dist", "dcp", "prepared"]
+"""``torch_dist`` is Megatron's format; ``dcp`` is plain torch and ``fsdp_dtensor``, which need no side files; a
+``prepared`` file is the layout alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +104,19 @@ def judged_checkpoint(path: str | os.PathLike[str]) -> tuple[CheckpointReport, R
         side_files = _config_problems(storage, directory), _common_state_problems(storage, directory, layout)
         problems = chain(problems, *side_files)
     return _report(directory, kind, layout or RecordedLayout(), problems), layout
+
+
+def judged_file(path: str) -> tuple[CheckpointReport, RecordedLayout | None]:
+    """Judge a prepared file, or a ``.metadata`` on its own: is its layout readable, and whole? No collectives."""
+    try:
+        layout = read_layout_file(path)
+    except (OSError, UnreadableMetadataError) as error:
+        return _report(path, "prepared", RecordedLayout(), iter((str(error),))), None
+    reaches: dict[str, int] = defaultdict(int)  # there are no files yet: each is as long as its items need
+    for place in layout.places.values():
+        name = posixpath.normpath(place.path)
+        reaches[name] = max(reaches[name], place.offset + place.length)
+    return _report(path, "prepared", layout, _layout_problems(layout, reaches.__getitem__)), layout
 
 
 def _report(directory: str, kind: Kind, layout: RecordedLayout, problems: Iterator[str]) -> CheckpointReport:
