@@ -43,19 +43,24 @@ class Window(io.RawIOBase):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def seekable(self) -> bool:
+        """Always."""
         return True
 
     def readable(self) -> bool:
+        """Always."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of a file."""
         self._at = max(0, offset + (0, self._at, self._length)[whence])
         return self._at
 
     def tell(self) -> int:
+        """As of a file."""
         return self._at
 
     def readinto(self, buffer: "memoryview | bytearray") -> int:  # type: ignore[override]  # any buffer, as for files
+        """Read what is left, as much as fits."""
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         self._file.seek(self._offset + self._at)
         count = self._file.readinto(view)  # type: ignore[attr-defined]  # of every binary file

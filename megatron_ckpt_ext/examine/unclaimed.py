@@ -1,11 +1,11 @@
 """Bytes of data files that no item claims: what an older save left, or a writer that did not write what it said."""
 
+import contextlib
 import posixpath
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ckpt_ext.metadata.layout import Locator
+from megatron_ckpt_ext.publish.places import Places
 from megatron_ckpt_ext.publish.recorded import RecordedLayout
 from megatron_ckpt_ext.publish.storage.interface import storage_of
 
@@ -39,23 +39,10 @@ def find_unclaimed(directory: str, layout: RecordedLayout) -> Iterator[Unclaimed
     """
     storage = storage_of(directory)
     size_of = storage.sizes(directory)
-    placed: dict[str, list[Locator]] = defaultdict(list)
-    for place in layout.places.values():
-        placed[posixpath.normpath(place.path)].append(place)
-    others = {name for name in storage.names(directory) if name.endswith(_DATA_FILE)} - placed.keys()
-    for file in sorted(placed.keys() | others):
-        try:
-            size = size_of(file)
-        except OSError:  # the judge of completeness says so
-            continue
-        yield from _gaps(file, sorted(placed.get(file, ()), key=lambda place: place.offset), size)
-
-
-def _gaps(file: str, places: list[Locator], size: int) -> Iterator[Unclaimed]:
-    reached = 0
-    for place in places:
-        if place.offset > reached:
-            yield Unclaimed(file=file, offset=reached, length=place.offset - reached)
-        reached = max(reached, place.offset + place.length)
-    if size > reached:
-        yield Unclaimed(file=file, offset=reached, length=size - reached)
+    if (places := Places.of(layout.places.values())) is not None:
+        yield from (Unclaimed(file=file, offset=at, length=length) for file, at, length in places.gaps(size_of))
+    named = {posixpath.normpath(path) for path in {place.path for place in layout.places.values()}}
+    for file in sorted({name for name in storage.names(directory) if name.endswith(_DATA_FILE)} - named):
+        with contextlib.suppress(OSError):
+            if size := size_of(file):
+                yield Unclaimed(file=file, offset=0, length=size)

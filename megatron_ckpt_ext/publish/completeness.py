@@ -11,14 +11,16 @@ import posixpath
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator
+from megatron_ckpt_ext.metadata.pickled import paused_garbage_collection
 from megatron_ckpt_ext.publish.coverage import find_coverage_fault
+from megatron_ckpt_ext.publish.places import Places
 from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout, read_layout_file
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 
@@ -91,8 +93,12 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
 
 def judged_checkpoint(path: str | os.PathLike[str]) -> tuple[CheckpointReport, RecordedLayout | None]:
     """Judge as ``verify_checkpoint``, and return what ``.metadata`` records as well; ``None`` if it cannot be read."""
-    storage = storage_of(os.fspath(path))
-    directory = storage.directory(os.fspath(path))
+    with paused_garbage_collection():
+        return _judged(storage_of(os.fspath(path)), os.fspath(path))
+
+
+def _judged(storage: Storage, path: str) -> tuple[CheckpointReport, RecordedLayout | None]:
+    directory = storage.directory(path)
     try:
         layout = read_layout(directory)
         problems = _layout_problems(layout, storage.sizes(directory))
@@ -137,6 +143,9 @@ def _layout_problems(layout: RecordedLayout, size_of: Callable[[str], int]) -> I
     for name, (size, chunks, _) in layout.tensors.items():
         if fault := find_coverage_fault(size, chunks):
             yield f"tensor {name!r} is not covered exactly once: {fault}"
+    places = Places.of(layout.places.values())
+    if places is not None and all(map(_may_be_named, places.files)) and places.are_apart_and_inside(size_of):
+        return
     files: dict[str, list[tuple[Locator, Item]]] = defaultdict(list)
     for item, place in layout.places.items():
         try:
@@ -149,12 +158,34 @@ def _layout_problems(layout: RecordedLayout, size_of: Callable[[str], int]) -> I
         yield from _file_problems(file, sorted(placed, key=lambda pair: pair[0][1:]), size_of)
 
 
+def _may_be_named(path: str) -> bool:
+    """Whether a file lies inside the directory, and has no other name: two names could hide an overlap."""
+    try:
+        checked_locator(path, 0, 0)
+    except PreparedFileError:
+        return False
+    return posixpath.normpath(path) == path
+
+
 def _unpaired(layout: RecordedLayout) -> Iterator[str]:
+    named = len(layout.objects) + sum(len(tensor.chunks) for tensor in layout.tensors.values())
+    if named == len(layout.places) and _all_placed(layout):
+        return  # of as many names none is missing, so none is twice, and none is too many
     items = {Item(name, None) for name in layout.objects}
     items.update(Item(name, chunk.offset) for name, (_, chunks, _) in layout.tensors.items() for chunk in chunks)
     yield from (f"{_named(item)} has no place in any file" for item in sorted(items - layout.places.keys(), key=str))
     for item in sorted(layout.places.keys() - items, key=str):
         yield f"{layout.places[item]} is the place of {_named(item)}, which the checkpoint does not have"
+
+
+def _all_placed(layout: RecordedLayout) -> bool:
+    """Whether every item has a place, and no chunk is named twice."""
+    places: Mapping[Any, Locator] = layout.places  # a plain tuple is the key that the item of that name is
+    return all((name, None) in places for name in layout.objects) and all(
+        len({chunk.offset for chunk in tensor.chunks}) == len(tensor.chunks)
+        and all((name, chunk.offset) in places for chunk in tensor.chunks)
+        for name, tensor in layout.tensors.items()
+    )
 
 
 def _file_problems(file: str, placed: list[tuple[Locator, Item]], size_of: Callable[[str], int]) -> Iterator[str]:

@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -154,44 +155,57 @@ def _load(content: bytes) -> Metadata:
 
 
 def _as_plain_data(metadata: Metadata) -> RecordedLayout:
-    entries = {_text(name): entry for name, entry in metadata.state_dict_metadata.items()}
+    """Check types column by column: of a million items one at a time would take as long as unpickling them."""
+    entries = metadata.state_dict_metadata
+    _check_texts(entries)
     return RecordedLayout(
         objects=[name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)],
         tensors={name: _tensor(entry) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
-        places=dict(_place(index, info) for index, info in metadata.storage_data.items()),
+        places=_places(metadata.storage_data),
         saved_as=None if (name := getattr(metadata.storage_meta, "checkpoint_id", None)) is None else str(name),
     )
 
 
 def _tensor(entry: TensorStorageMetadata) -> RecordedTensor:
-    chunks = [Chunk(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
-    return RecordedTensor(_numbers(entry.size), chunks, _dtype(entry.properties.dtype))
+    offsets, sizes = [chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks]
+    _check_shapes([entry.size, *offsets, *sizes])
+    return RecordedTensor(entry.size, list(map(Chunk, offsets, sizes)), _dtype(entry.properties.dtype))
 
 
-def _place(index: object, info: StorageInfo) -> tuple[Item, Locator]:
-    if not isinstance(index, MetadataIndex):  # two names of other types could mean the same item
-        raise TypeError(f"a {type(index).__name__} stands in the place of an item's name")
-    item = Item(_text(index.fqn), None if index.offset is None else _numbers(index.offset))
-    return item, Locator(_text(info.relative_path), _number(info.offset), _number(info.length))
+def _places(storage_data: Mapping[Any, StorageInfo]) -> dict[Item, Locator]:
+    if wrong := {type(index) for index in storage_data} - {MetadataIndex}:  # two such names could mean the same item
+        raise TypeError(f"a {wrong.pop().__name__} stands in the place of an item's name")
+    infos = storage_data.values()
+    names, offsets = [index.fqn for index in storage_data], [index.offset for index in storage_data]
+    paths, begins = [info.relative_path for info in infos], [info.offset for info in infos]
+    lengths = [info.length for info in infos]
+    _check_texts(names)
+    _check_texts(paths)
+    _check_shapes([offset for offset in offsets if offset is not None])
+    _check_numbers(begins)
+    _check_numbers(lengths)
+    return dict(zip(map(Item, names, offsets), map(Locator, paths, begins, lengths), strict=True))
+
+
+def _check_texts(values: Iterable[object]) -> None:
+    if wrong := {*map(type, values)} - {str}:
+        raise TypeError(f"a {wrong.pop().__name__} stands in the place of a name")
+
+
+def _check_shapes(values: Sequence[Iterable[object]]) -> None:
+    if wrong := {*map(type, values)} - {torch.Size, tuple}:
+        raise TypeError(f"a {wrong.pop().__name__} stands in the place of a shape")
+    _check_numbers([*chain.from_iterable(values)])
+
+
+def _check_numbers(values: Sequence[Any]) -> None:
+    if wrong := {*map(type, values)} - {int}:
+        raise TypeError(f"a {wrong.pop().__name__} stands in the place of a 64-bit number")
+    if values and not (min(values) in _NUMBERS and max(values) in _NUMBERS):
+        raise TypeError("a number has more than 64 bits")
 
 
 def _dtype(value: object) -> str:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"a {type(value).__name__} stands in the place of a dtype")
     return str(value).removeprefix("torch.")
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} stands in the place of a name")
-    return value
-
-
-def _numbers(values: Iterable[object]) -> tuple[int, ...]:
-    return tuple([_number(value) for value in values])
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int) or value not in _NUMBERS:
-        raise TypeError(f"a {type(value).__name__} stands in the place of a 64-bit number")
-    return value
