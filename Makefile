@@ -44,7 +44,7 @@ bridge: env
 	PYTHONPATH="$(CURDIR)/build/bridge:$(CURDIR)" $(PY) -m pytest -q tests/bridge
 
 bench: env
-	@status=0; for name in guard drift_save scaling steady_save memory flags_unset manager; do \
+	@status=0; for name in guard drift_save scaling steady_save memory flags_unset manager offline; do \
 		$(PY) benchmarks/$$name.py --json build/bench/$$name.json --plot build/bench/$$name.png || status=1; \
 	done; exit $$status
 

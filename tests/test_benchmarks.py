@@ -193,3 +193,13 @@ def test_manager(tmp_path: Path) -> None:
     assert list(bounds(written).values()) == [1.3, 1.1, 1.1, 3]
     assert written["limits"][3]["met"]  # it sleeps, whatever the sizes
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_offline(tmp_path: Path) -> None:
+    sizes = ("--items", "2000", "--mebibytes", "4", "--repetitions", "2")
+    printed, written = run("offline", tmp_path, *sizes, "--directory", str(tmp_path))
+
+    assert "2,000 items; 4 MiB on" in printed
+    assert set(written["seconds"]) == {"unpickling", "inspect", "verify", "verify --deep", "reading", "CRC-32"}
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in written["seconds"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

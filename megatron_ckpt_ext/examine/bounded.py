@@ -14,7 +14,7 @@ _SHARE = 0.75
 
 @contextlib.contextmanager
 def bounded_memory(limit: int | None = None) -> Iterator[None]:
-    """Let this process, and those that it starts, take so much more memory; beyond it is a ``MemoryError``.
+    """Let this process take so much more memory and no more: beyond it is a ``MemoryError``.
 
     For processes of their own: it holds for all threads. Without Linux's ``/proc`` nothing is bounded.
 

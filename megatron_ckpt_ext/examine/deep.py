@@ -1,16 +1,10 @@
-"""Reading every item of a checkpoint on all cores, in bounded memory, and comparing checksums and forms.
+"""Reading every item of a checkpoint on all cores, in bounded memory, and comparing checksums and forms."""
 
-The work is done in processes of their own, which import neither torch nor Megatron: what they are given and what they
-answer is plain data.
-"""
-
-import multiprocessing
 import os
 import posixpath
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import BinaryIO, NamedTuple
 
 from megatron_ckpt_ext.examine.archive import CHUNK, Content, DamagedArchiveError, content_of
@@ -20,7 +14,6 @@ from megatron_ckpt_ext.publish.storage.interface import storage_of
 __all__ = ["ItemFault", "Part", "Portion", "contents_differ", "portions", "read_portions"]
 
 _PORTION_BYTES = 256 << 20
-_WORTH_A_PROCESS = 128 << 20
 _PORTION_ITEMS = 5000
 
 
@@ -38,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """Items of one file, for one process."""
+    """Items of one file, for one thread."""
 
     file: str
     """Full path."""
@@ -62,7 +55,7 @@ class ItemFault(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one process found."""
+    """What was found in a portion."""
 
     faults: list[ItemFault]
     contents: dict[str, Content]
@@ -90,31 +83,19 @@ def portions(directory: str, parts: Iterable[tuple[str, Part]]) -> Iterator[Port
             yield Portion(path, tuple(gathered))
 
 
-def read_portions(work: list[Portion], *, processes: int | None = None) -> Iterator[tuple[Portion, Answer]]:
-    """Read all items; yield what was found, in any order. Starts processes and ends them.
+def read_portions(work: list[Portion]) -> Iterator[tuple[Portion, Answer]]:
+    """Read all items, with a thread for each core that this process may use; yield what was found, in any order.
 
-    Args:
-        work: of ``portions``.
-        processes: how many; by default one for each core that this process may use.
+    Reading and checksums leave the interpreter to the others.
     """
-    size = sum(part.length for portion in work for part in portion.parts)
-    count = min(processes or len(os.sched_getaffinity(0)), len(work), 1 + size // _WORTH_A_PROCESS)
-    if count <= 1:
-        yield from ((portion, read_portion(portion)) for portion in work)
-        return
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="verify") as pool:
         started = {pool.submit(read_portion, portion): portion for portion in work}
         for done in as_completed(started):
-            portion = started[done]
-            try:
-                yield portion, done.result()
-            except BrokenProcessPool:
-                died = ItemFault(portion.parts[0].name, portion.file, "the process that read it, or another one, died")
-                yield portion, Answer([died], {})
+            yield started[done], done.result()
 
 
 def read_portion(portion: Portion) -> Answer:
-    """Read the items of a portion, in this process."""
+    """Read the items of a portion."""
     faults: list[ItemFault] = []
     contents: dict[str, Content] = {}
     buffer = bytearray(CHUNK)

@@ -143,4 +143,4 @@ def _parts(directory: str, layout: RecordedLayout) -> Iterator[tuple[str, Part]]
 def _forms(layout: RecordedLayout) -> Iterator[tuple[Item, TensorForm]]:
     for name, tensor in layout.tensors.items():
         for chunk in tensor.chunks:
-            yield Item(name, chunk.offset), TensorForm(tensor.dtype, tuple(chunk.size))  # plain: readers have no torch
+            yield Item(name, chunk.offset), TensorForm(tensor.dtype, tuple(chunk.size))
