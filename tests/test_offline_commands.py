@@ -18,6 +18,7 @@ from megatron_ckpt_ext.cli.main import main
 from megatron_ckpt_ext.examine.bounded import bounded_memory
 from megatron_ckpt_ext.examine.summary import summarize
 from megatron_ckpt_ext.examine.verdict import examine_checkpoint
+from megatron_ckpt_ext.metadata.container import Container
 
 pytest_plugins = ["made_checkpoints"]
 
@@ -239,6 +240,19 @@ def test_a_checkpoint_is_described(megatron: Path, capsys: pytest.CaptureFixture
     code, text = run(capsys, "inspect", megatron, "--tree")
     assert "\nmodel  (4 items, " in text
     assert "\n  weight  (2 items, " in text
+
+
+def test_a_checkpoint_says_how_it_got_its_layout(made: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (run_json(capsys, "inspect", made / name)[1]["provenance"] for name in ("step_1", "step_2"))
+
+    assert first == "created"
+    assert second == f"reused layout {prepared_identity(made / 'prepared.metadata')}"
+    assert run_json(capsys, "inspect", plain)[1]["provenance"] is None
+
+
+def prepared_identity(file: Path) -> str:
+    with Container.open(str(file)) as opened:
+        return str(opened.header()["identity"])
 
 
 def test_a_prepared_file_is_described(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from megatron_ckpt_ext.cli.main import main
 from megatron_ckpt_ext.commit.commit import Committed, How
 from megatron_ckpt_ext.compat.mcore import TorchDistSaveShardedStrategy
 from megatron_ckpt_ext.emulation import CpuEmulation
+from megatron_ckpt_ext.examine.summary import summarize
 from megatron_ckpt_ext.strategy.fsdp_dtensor import FsdpDtensorSaver
 
 pytest_plugins = ["made_checkpoints"]
@@ -66,6 +67,8 @@ def test_saves_follow_a_file_made_from_a_stock_checkpoint(
     assert ("text/shard_0_1" in made["unslotted"]) is not slots
     how = ranks.run(following_on_rank, str(tmp_path), str(file), world_size=2)
     assert how == [[How.REUSED, How.REUSED if slots else How.REBUILT, How.REUSED]] * 2
+    said = summarize(tmp_path / "1").provenance or ""
+    assert said.startswith("reused layout crc32 " if slots else "rebuilt, rank 0: text/shard_0_1 does not match")
 
 
 def state_of_torch(letters: int) -> dict[str, Any]:

@@ -80,6 +80,8 @@ def _facts(summary: "Summary") -> Iterator[str]:
         yield f"writers: {summary.ranks} ranks, at most {summary.workers} files each"
     if summary.saved_as is not None:
         yield f"saved as: {summary.saved_as}"
+    if summary.provenance is not None:
+        yield f"layout: {summary.provenance}"
     for name, value in summary.fingerprint.items():
         yield f"{name.replace('_', ' ')}: {value}"
     if (slots := summary.slots) is not None:

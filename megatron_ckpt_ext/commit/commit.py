@@ -23,6 +23,7 @@ from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import places_of
 from megatron_ckpt_ext.metadata.pickled import with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+from megatron_ckpt_ext.metadata.provenance import with_provenance
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
 from megatron_ckpt_ext.publish.atomic import StagedFile
 from megatron_ckpt_ext.write.lent_body import LentBody
@@ -176,7 +177,10 @@ class SaveCommit:
         return stage(self._to_stage(self._prepared.body or b""), BodyReader(), directory=self._directory)
 
     def _to_stage(self, body: bytes | BodyFile) -> tuple[ToStage, ...]:
-        directory, suffix = self._directory, with_storage_meta(self._writer.storage_meta())
+        identity = "" if self._prepared is None else self._prepared.identity
+        layout = f"layout {identity}" if identity else "the layout of a save before"
+        meta = with_provenance(self._writer.storage_meta(), f"reused {layout}")
+        directory, suffix = self._directory, with_storage_meta(meta)
         side_files = [
             ToStage(path=os.path.join(directory, name), suffix=content) for name, content in self._side_files.items()
         ]

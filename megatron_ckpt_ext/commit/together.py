@@ -24,6 +24,7 @@ from megatron_ckpt_ext.metadata.items import item_of, places_of
 from megatron_ckpt_ext.metadata.layout import Item, Slice
 from megatron_ckpt_ext.metadata.pickled import metadata_body, paused_garbage_collection, with_storage_meta
 from megatron_ckpt_ext.metadata.prepared import PreparedMetadata
+from megatron_ckpt_ext.metadata.provenance import with_provenance
 from megatron_ckpt_ext.plan.async_plan import PlannedSave
 from megatron_ckpt_ext.publish.atomic import remove_file, write_file
 
@@ -149,7 +150,7 @@ def _publish(
             reports: list[_Report] = [pickle.loads(report) for report in pickled if isinstance(report, bytes)]
         body = metadata_body(_layout(planned.planner, reports))
         prepared = replace(prepared, body=body)
-        suffix = with_storage_meta(storage_writer.storage_meta())
+        suffix = with_storage_meta(with_provenance(storage_writer.storage_meta(), _how(reports)))
         for name, content in side_files.items():
             write_file(os.path.join(directory, name), [content])
         write_file(target, [body, suffix])
@@ -160,8 +161,17 @@ def _publish(
     identity = uuid.uuid4().hex
     sections = [report.section for report in reports]
     written = file is not None and file.write(prepared.file_chunks(suffix, sections, identity=identity))
-    drifted = next(((rank, report.drift) for rank, report in enumerate(reports) if report.drift is not None), None)
-    return prepared, _Answer(causes={}, identity=identity, drifted=drifted, file_written=written)
+    return prepared, _Answer(causes={}, identity=identity, drifted=_first_drift(reports), file_written=written)
+
+
+def _how(reports: list[_Report]) -> str:
+    """For ``inspect``: whether there was a layout to follow, and why it was not followed."""
+    drifted = _first_drift(reports)
+    return "created" if drifted is None else f"rebuilt, rank {drifted[0]}: {drifted[1]}"
+
+
+def _first_drift(reports: list[_Report]) -> tuple[int, str] | None:
+    return next(((rank, report.drift) for rank, report in enumerate(reports) if report.drift is not None), None)
 
 
 def _layout(planner: Any, reports: list[_Report]) -> Metadata:

@@ -80,6 +80,8 @@ class Summary:
     """Most files of one rank."""
     saved_as: str | None = None
     """Path that the save had, before it was copied or moved."""
+    provenance: str | None = None
+    """How the save got its layout: created, reused or rebuilt, and why; if it was one of this package."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the job, of a prepared file."""
     slots: Slots | None = None
@@ -173,6 +175,7 @@ def _counted(layout: RecordedLayout, keys: str | None, largest: int) -> dict[str
         "ranks": len(owners) or None,
         "workers": workers_per_rank(files),
         "saved_as": layout.saved_as,
+        "provenance": layout.provenance,
         "largest": tuple(_entries(layout, biggest)),
         "listed": () if keys is None else tuple(_entries(layout, _matching(layout, keys))),
     }

@@ -18,6 +18,7 @@ from megatron_ckpt_ext.errors import CkptExtError, PreparedFileError
 from megatron_ckpt_ext.metadata.container import Container
 from megatron_ckpt_ext.metadata.layout import Item, Locator
 from megatron_ckpt_ext.metadata.pickled import load_metadata, with_storage_meta
+from megatron_ckpt_ext.metadata.provenance import provenance_of
 from megatron_ckpt_ext.publish.coverage import Chunk
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 from megatron_ckpt_ext.publish.storage.marker import MARKER_FILE, MARKER_LIMIT, Marker
@@ -54,6 +55,8 @@ class RecordedLayout:
     """Where each item is said to lie."""
     saved_as: str | None = None
     """Path of the directory, as the save named it."""
+    provenance: str | None = None
+    """How the save got its layout, if it was one of this package."""
 
 
 def read_layout_file(path: str) -> RecordedLayout:
@@ -163,6 +166,7 @@ def _as_plain_data(metadata: Metadata) -> RecordedLayout:
         tensors={name: _tensor(entry) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
         places=_places(metadata.storage_data),
         saved_as=None if (name := getattr(metadata.storage_meta, "checkpoint_id", None)) is None else str(name),
+        provenance=provenance_of(metadata.storage_meta),
     )
 
 
