@@ -2,6 +2,7 @@
 
 import heapq
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from megatron_ckpt_ext.metadata.container import Container
 from megatron_ckpt_ext.metadata.fingerprint import Fingerprint
 from megatron_ckpt_ext.metadata.items import OBJECT
 from megatron_ckpt_ext.metadata.layout import Item, Locator, Slice, owner_of, workers_per_rank
+from megatron_ckpt_ext.metadata.pickled import paused_garbage_collection
 from megatron_ckpt_ext.publish.completeness import Kind, judged_checkpoint
 from megatron_ckpt_ext.publish.latest import step_number
 from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout_file
@@ -100,9 +102,11 @@ def summarize(path: str | os.PathLike[str], *, keys: str | None = None, largest:
         keys: list the items whose name matches this pattern, as in a shell.
         largest: how many of the largest items to name.
     """
-    path = os.fspath(path)
-    if is_file(path):
-        return _of_file(path, keys, largest)
+    with paused_garbage_collection():  # until a million items are gone again
+        return (_of_file if is_file(os.fspath(path)) else _of_checkpoint)(os.fspath(path), keys, largest)
+
+
+def _of_checkpoint(path: str, keys: str | None, largest: int) -> Summary:
     report, layout = judged_checkpoint(path)
     return Summary(
         path=path,
@@ -156,22 +160,19 @@ def _lengths(own: Slice) -> Iterator[tuple[str, int, int]]:
 
 
 def _counted(layout: RecordedLayout, keys: str | None, largest: int) -> dict[str, Any]:
-    dtypes: dict[str, list[int]] = {}
-    files: dict[str, list[int]] = {}
-    for item, place in layout.places.items():
-        for counted, name in ((dtypes, _dtype(layout, item)), (files, place.path)):
-            counts = counted.setdefault(name, [0, 0])
-            counts[0] += 1
-            counts[1] += place.length
+    dtype_of = {name: tensor.dtype for name, tensor in layout.tensors.items()}
+    lengths = [place.length for place in layout.places.values()]
+    dtypes = _totals([dtype_of.get(item.fqn, OBJECT) for item in layout.places], lengths)
+    files = _totals([place.path for place in layout.places.values()], lengths)
     owners = {owner_of(name) for name in files} - {None}
     biggest = heapq.nlargest(largest, layout.places.items(), key=lambda pair: pair[1].length)
     return {
         "tensors": len(layout.tensors),
         "shards": sum(len(tensor.chunks) for tensor in layout.tensors.values()),
         "objects": len(layout.objects),
-        "bytes": sum(place.length for place in layout.places.values()),
-        "dtypes": {name: (count, size) for name, (count, size) in sorted(dtypes.items())},
-        "files": {name: (count, size) for name, (count, size) in sorted(files.items())},
+        "bytes": sum(lengths),
+        "dtypes": dtypes,
+        "files": files,
         "ranks": len(owners) or None,
         "workers": workers_per_rank(files),
         "saved_as": layout.saved_as,
@@ -181,9 +182,13 @@ def _counted(layout: RecordedLayout, keys: str | None, largest: int) -> dict[str
     }
 
 
-def _dtype(layout: RecordedLayout, item: Item) -> str:
-    tensor = layout.tensors.get(item.fqn)
-    return OBJECT if tensor is None or item.offset is None else tensor.dtype
+def _totals(names: list[str], lengths: list[int]) -> dict[str, tuple[int, int]]:
+    """Name -> how often it occurs, and the sum of the lengths beside it; by name."""
+    sums: dict[str, int] = dict.fromkeys(sorted(set(names)), 0)
+    for name, length in zip(names, lengths, strict=True):
+        sums[name] += length
+    counts = Counter(names)
+    return {name: (counts[name], size) for name, size in sums.items()}
 
 
 def _matching(layout: RecordedLayout, keys: str) -> list[tuple[Item, Locator]]:

@@ -5,7 +5,6 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ckpt_ext.publish.places import Places
 from megatron_ckpt_ext.publish.recorded import RecordedLayout
 from megatron_ckpt_ext.publish.storage.interface import storage_of
 
@@ -39,9 +38,9 @@ def find_unclaimed(directory: str, layout: RecordedLayout) -> Iterator[Unclaimed
     """
     storage = storage_of(directory)
     size_of = storage.sizes(directory)
-    if (places := Places.of(layout.places.values())) is not None:
+    if (places := layout.sorted_places) is not None:
         yield from (Unclaimed(file=file, offset=at, length=length) for file, at, length in places.gaps(size_of))
-    named = {posixpath.normpath(path) for path in {place.path for place in layout.places.values()}}
+    named = {posixpath.normpath(path) for path in (() if places is None else places.files)}
     for file in sorted({name for name in storage.names(directory) if name.endswith(_DATA_FILE)} - named):
         with contextlib.suppress(OSError):
             if size := size_of(file):

@@ -11,6 +11,7 @@ from megatron_ckpt_ext.examine.inert import TensorForm
 from megatron_ckpt_ext.examine.prepared_file import find_section_faults
 from megatron_ckpt_ext.examine.unclaimed import find_unclaimed
 from megatron_ckpt_ext.metadata.layout import Item
+from megatron_ckpt_ext.metadata.pickled import paused_garbage_collection
 from megatron_ckpt_ext.publish.completeness import MOST_PROBLEMS, CheckpointReport, judged_checkpoint, judged_file
 from megatron_ckpt_ext.publish.recorded import RecordedLayout
 from megatron_ckpt_ext.publish.storage.interface import storage_of
@@ -62,8 +63,15 @@ def examine_checkpoint(
         ConfigurationError: an ``msc://`` path, but the multi-storage client is not installed; a prepared file is to be
             read deeply.
     """
-    if is_file(os.fspath(path)):
-        return _of_prepared_file(os.fspath(path), asked_for_items=deep or against is not None)
+    with paused_garbage_collection():  # until a million items are gone again
+        if is_file(os.fspath(path)):
+            return _of_prepared_file(os.fspath(path), asked_for_items=deep or against is not None)
+        return _of_checkpoint(path, deep, against, watched)
+
+
+def _of_checkpoint(
+    path: str | os.PathLike[str], deep: bool, against: str | os.PathLike[str] | None, watched: Watched | None
+) -> Verdict:
     report, layout = judged_checkpoint(path)
     directory = report.path
     findings: list[str] = []

@@ -20,7 +20,6 @@ from megatron_ckpt_ext.errors import PreparedFileError
 from megatron_ckpt_ext.metadata.layout import Item, Locator, checked_locator
 from megatron_ckpt_ext.metadata.pickled import paused_garbage_collection
 from megatron_ckpt_ext.publish.coverage import find_coverage_fault
-from megatron_ckpt_ext.publish.places import Places
 from megatron_ckpt_ext.publish.recorded import RecordedLayout, UnreadableMetadataError, read_layout, read_layout_file
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 
@@ -88,7 +87,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     Raises:
         ConfigurationError: an ``msc://`` path, but the multi-storage client is not installed.
     """
-    return judged_checkpoint(path)[0]
+    with paused_garbage_collection():  # until a million items are gone again
+        return judged_checkpoint(path)[0]
 
 
 def judged_checkpoint(path: str | os.PathLike[str]) -> tuple[CheckpointReport, RecordedLayout | None]:
@@ -143,7 +143,7 @@ def _layout_problems(layout: RecordedLayout, size_of: Callable[[str], int]) -> I
     for name, (size, chunks, _) in layout.tensors.items():
         if fault := find_coverage_fault(size, chunks):
             yield f"tensor {name!r} is not covered exactly once: {fault}"
-    places = Places.of(layout.places.values())
+    places = layout.sorted_places
     if places is not None and all(map(_may_be_named, places.files)) and places.are_apart_and_inside(size_of):
         return
     files: dict[str, list[tuple[Locator, Item]]] = defaultdict(list)
@@ -181,11 +181,13 @@ def _unpaired(layout: RecordedLayout) -> Iterator[str]:
 def _all_placed(layout: RecordedLayout) -> bool:
     """Whether every item has a place, and no chunk is named twice."""
     places: Mapping[Any, Locator] = layout.places  # a plain tuple is the key that the item of that name is
-    return all((name, None) in places for name in layout.objects) and all(
-        len({chunk.offset for chunk in tensor.chunks}) == len(tensor.chunks)
-        and all((name, chunk.offset) in places for chunk in tensor.chunks)
-        for name, tensor in layout.tensors.items()
-    )
+    if not all((name, None) in places for name in layout.objects):
+        return False
+    for name, tensor in layout.tensors.items():
+        keys = {(name, chunk.offset) for chunk in tensor.chunks}
+        if len(keys) != len(tensor.chunks) or keys.difference(places):  # which hashes each key once
+            return False
+    return True
 
 
 def _file_problems(file: str, placed: list[tuple[Locator, Item]], size_of: Callable[[str], int]) -> Iterator[str]:

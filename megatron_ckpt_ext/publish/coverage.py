@@ -75,6 +75,8 @@ def _is_grid(size: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     all_starts = zip(*(chunk.offset for chunk in chunks), strict=True)
     all_lengths = zip(*(chunk.size for chunk in chunks), strict=True)
     for extent, starts, lengths in zip(size, all_starts, all_lengths, strict=True):
+        if starts.count(0) == lengths.count(extent) == len(chunks) and 0 < extent < _SMALL:
+            continue
         if not (0 < extent < _SMALL and min(starts) >= 0 and min(lengths) > 0):
             return False
         spans = sorted(set(zip(starts, map(add, starts, lengths), strict=True)))

@@ -1,12 +1,10 @@
 """The places of a million items as columns, so that what is sound is seen without looking at each."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy
 import numpy.typing
-
-from megatron_ckpt_ext.metadata.layout import Locator
 
 __all__ = ["Places"]
 
@@ -29,12 +27,11 @@ class Places:
     """Byte behind the last one."""
 
     @classmethod
-    def of(cls, places: Collection[Locator]) -> "Places | None":
+    def of(cls, paths: Sequence[str], offsets: Sequence[int], lengths: Sequence[int]) -> "Places | None":
         """Sort places; ``None`` if a number is negative, or so large that sums could overflow. No I/O."""
-        paths, offsets, lengths = zip(*places, strict=True) if places else ((), (), ())
         files = tuple(sorted(set(paths)))
         number = {path: place for place, path in enumerate(files)}
-        if places and not (0 <= min(offsets) and max(offsets) < _SMALL and 0 <= min(lengths) and max(lengths) < _SMALL):
+        if paths and not (0 <= min(offsets) and max(offsets) < _SMALL and 0 <= min(lengths) and max(lengths) < _SMALL):
             return None
         file = numpy.array([number[path] for path in paths], dtype=numpy.int64)
         begin, length = numpy.array(offsets, dtype=numpy.int64), numpy.array(lengths, dtype=numpy.int64)

@@ -20,6 +20,7 @@ from megatron_ckpt_ext.metadata.layout import Item, Locator
 from megatron_ckpt_ext.metadata.pickled import load_metadata, with_storage_meta
 from megatron_ckpt_ext.metadata.provenance import provenance_of
 from megatron_ckpt_ext.publish.coverage import Chunk
+from megatron_ckpt_ext.publish.places import Places
 from megatron_ckpt_ext.publish.storage.interface import Storage, storage_of
 from megatron_ckpt_ext.publish.storage.marker import MARKER_FILE, MARKER_LIMIT, Marker
 
@@ -53,6 +54,8 @@ class RecordedLayout:
     """Shapes of the tensors by name."""
     places: Mapping[Item, Locator] = MappingProxyType({})
     """Where each item is said to lie."""
+    sorted_places: Places | None = None
+    """The same as columns, where the numbers allow that."""
     saved_as: str | None = None
     """Path of the directory, as the save named it."""
     provenance: str | None = None
@@ -161,10 +164,12 @@ def _as_plain_data(metadata: Metadata) -> RecordedLayout:
     """Check types column by column: of a million items one at a time would take as long as unpickling them."""
     entries = metadata.state_dict_metadata
     _check_texts(entries)
+    places, sorted_places = _places(metadata.storage_data)
     return RecordedLayout(
         objects=[name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)],
         tensors={name: _tensor(entry) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
-        places=_places(metadata.storage_data),
+        places=places,
+        sorted_places=sorted_places,
         saved_as=None if (name := getattr(metadata.storage_meta, "checkpoint_id", None)) is None else str(name),
         provenance=provenance_of(metadata.storage_meta),
     )
@@ -173,10 +178,12 @@ def _as_plain_data(metadata: Metadata) -> RecordedLayout:
 def _tensor(entry: TensorStorageMetadata) -> RecordedTensor:
     offsets, sizes = [chunk.offsets for chunk in entry.chunks], [chunk.sizes for chunk in entry.chunks]
     _check_shapes([entry.size, *offsets, *sizes])
-    return RecordedTensor(entry.size, list(map(Chunk, offsets, sizes)), _dtype(entry.properties.dtype))
+    return RecordedTensor(
+        entry.size, list(map(Chunk._make, zip(offsets, sizes, strict=True))), _dtype(entry.properties.dtype)
+    )
 
 
-def _places(storage_data: Mapping[Any, StorageInfo]) -> dict[Item, Locator]:
+def _places(storage_data: Mapping[Any, StorageInfo]) -> tuple[dict[Item, Locator], Places | None]:
     if wrong := {type(index) for index in storage_data} - {MetadataIndex}:  # two such names could mean the same item
         raise TypeError(f"a {wrong.pop().__name__} stands in the place of an item's name")
     infos = storage_data.values()
@@ -188,7 +195,9 @@ def _places(storage_data: Mapping[Any, StorageInfo]) -> dict[Item, Locator]:
     _check_shapes([offset for offset in offsets if offset is not None])
     _check_numbers(begins)
     _check_numbers(lengths)
-    return dict(zip(map(Item, names, offsets), map(Locator, paths, begins, lengths), strict=True))
+    items, places = zip(names, offsets, strict=True), zip(paths, begins, lengths, strict=True)
+    found = dict(zip(map(Item._make, items), map(Locator._make, places), strict=True))
+    return found, Places.of(paths, begins, lengths)
 
 
 def _check_texts(values: Iterable[object]) -> None:
