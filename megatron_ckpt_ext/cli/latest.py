@@ -46,7 +46,7 @@ def execute(options: argparse.Namespace) -> int:
             fix_trackers(faults)
     except OSError as error:
         raise ConfigurationError(
-            f"a tracker in {options.root!r} cannot be read or written: {error.strerror}. Give yourself the right to"
+            f"a tracker in {options.root!r} cannot be read or written: {error.strerror}. Check its rights and disk"
         ) from error
     fixed = options.fix_tracker and bool(faults)
     if options.json:

@@ -11,7 +11,7 @@ from megatron_ckpt_ext.examine.archive import CHUNK, Content, DamagedArchiveErro
 from megatron_ckpt_ext.examine.inert import TensorForm
 from megatron_ckpt_ext.publish.storage.interface import storage_of
 
-__all__ = ["ItemFault", "Part", "Portion", "contents_differ", "portions", "read_portions"]
+__all__ = ["Answer", "ItemFault", "Part", "Portion", "contents_differ", "portions", "read_portions"]
 
 _PORTION_BYTES = 256 << 20
 _PORTION_ITEMS = 5000
